@@ -1,7 +1,7 @@
-"""The benchmarks of the operators, on the GPUs of this machine: `python -m tdkernels bench`, or this file.
+"""Run the operator benchmarks on the GPUs of this machine: `python -m tdkernels bench`, or this file.
 
-Every measurement becomes a line of DIR/<gpu>x<number>/<op>.jsonl. With fewer than two GPUs this is a rehearsal on two
-CPU ranks, whose times mean nothing and are not kept.
+Each measurement is appended as a row to DIR/<gpu>x<number>/<op>.jsonl. With too few GPUs the run is a rehearsal on two
+CPU ranks, whose times are meaningless and are not written.
 """
 
 import datetime
@@ -30,52 +30,53 @@ from bench.report import main as report  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
-_LAYERS = [*tp_moe.OPERATORS, *ep_moe.OPERATORS]  # of experts
-_SEQUENCES = [*ag_attention.OPERATORS, *ulysses.OPERATORS]  # divided between the ranks
+_MOE_LAYERS = [*tp_moe.OPERATORS, *ep_moe.OPERATORS]
+_SEQUENCE_PARALLEL = [*ag_attention.OPERATORS, *ulysses.OPERATORS]
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
-_WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
-_REPLACED = "A rehearsal measures small sizes of its own instead of the sizes that were asked for."
-_MAX_REHEARSAL_WORK = 1 << 23  # multiplications of a GEMM; the interpreter takes seconds for so many
-_COLUMNS = {  # of the printed table: title, field, format
-    "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
-    "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
-    "floor ms": ("floor_ms", ".4f"), "efficiency": ("efficiency", ".3f"), "p99 ms": ("p99_ms", ".4f"),
+_WARNING = "Rehearsal on {}, because there are too few GPUs: times are meaningless and nothing is written."
+_REPLACED = "A rehearsal measures small sizes instead of the requested sizes."
+_MAX_REHEARSAL_WORK = 1 << 23  # multiplications of a GEMM; the interpreter takes seconds for this many
+_COLUMNS = {  # {title in the printed table: (field, format)}; columns without any value are not printed
+    "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "p99 ms": ("p99_ms", ".4f"),
+    "host ms": ("host_ms", ".4f"), "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"),
+    "speedup": ("speedup", ".3f"), "efficiency": ("efficiency", ".3f"),
 }
+_MAX_WIDTH = 170  # of the printed table, if the output is not a terminal
 
 
 def main(options):
-    """Measure, or report; the exit code. ``options`` are those of ``tdkernels/cli/bench.py``."""
+    """Measure or report. Return the exit code. ``tdkernels/cli/bench.py`` defines ``options``."""
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts, grouped, layers, decode, sequences = _operators(options.operators)
+        operators, alone, experts, grouped, layers, decode, sequences = _operators_by_family(options.operators)
         peers = _peers(options.peers)
-        parsed = grouped_gemm.parse_shapes if grouped else _shapes
-        shapes = None if layers or decode or sequences else parsed(options.shapes)
+        parse_shapes = grouped_gemm.parse_shapes if grouped else _shapes
+        shapes = None if layers or decode or sequences else parse_shapes(options.shapes)
         tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         caches = flash_decode.parse_shapes(options.shapes, tokens) if decode else []
         lengths = sequence_shapes.parse(options.shapes, tokens, sequences) if sequences else {}
-        shardings = _some("--sharding", options.sharding, ag_attention.SHARDINGS)
-        layer, payloads = dispatch.parse_layer(options.moe), _some("--payload", options.payload, dispatch.PAYLOADS)
+        shardings = _names("--sharding", options.sharding, ag_attention.SHARDINGS)
+        layer, payloads = dispatch.parse_layer(options.moe), _names("--payload", options.payload, dispatch.PAYLOADS)
         if options.routing not in dispatch.ROUTINGS:
             raise ValueError(f"--routing must be {' or '.join(dispatch.ROUTINGS)}, not {options.routing!r}")
         if options.seconds is not None and not options.seconds > 0:
             raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
         if tokens and operators and not any(map(takes_tokens, shapes)):
-            raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
+            raise ValueError("--tokens needs a model in --shapes, such as llama-70b")
         if tokens and layers == tp_moe.OPERATORS:
-            raise ValueError("--tokens is not for tp_moe, whose shapes begin with theirs: name one in --shapes")
+            raise ValueError("--tokens does not apply to tp_moe: its shapes begin with the number of tokens")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
-        least = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2
-        rehearsal = torch.cuda.device_count() < least
-        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, least)
+        min_ranks = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2
+        rehearsal = torch.cuda.device_count() < min_ranks
+        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, min_ranks)
         sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
         if operators and not any(selected.values()):
-            raise ValueError(f"--shapes: {','.join(shapes)} has nothing for {', '.join(operators)}")
+            raise ValueError(f"--shapes: {','.join(shapes)} has no shapes for {', '.join(operators)}")
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -84,9 +85,9 @@ def main(options):
     warning = _WARNING.format(f"{ranks} CPU rank{'s' * (ranks > 1)}")
     if rehearsal:
         print(warning, flush=True)
-        asked = {operator: chosen for operator, chosen in selected.items() if chosen}
-        selected = {operator: _rehearsed(chosen) for operator, chosen in asked.items()}
-        if (options.shapes or options.tokens or options.bytes) and (not asked or selected != asked):
+        requested = {operator: chosen for operator, chosen in selected.items() if chosen}
+        selected = {operator: _rehearsal_shapes(chosen) for operator, chosen in requested.items()}
+        if (options.shapes or options.tokens or options.bytes) and (not requested or selected != requested):
             print(_REPLACED, flush=True)
         sizes = collectives.REHEARSAL_SIZES
         layer, tokens = dispatch.REHEARSAL_LAYER, dispatch.REHEARSAL_TOKENS
@@ -99,18 +100,20 @@ def main(options):
     )
     cases = [
         *_cases(selected, ranks, options.backward),
-        *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
-        *_possible(dispatch.cases(experts, tokens, ranks, layer, payloads, options.routing)),
+        *_supported(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
+        *_supported(dispatch.cases(experts, tokens, ranks, layer, payloads, options.routing)),
         *grouped_gemm.cases(grouped, shapes, options.routing, options.backward),
-        *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
-        *_possible(ep_moe.cases(_among(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)),
-        *_possible(flash_decode.cases(decode, caches, ranks)),
-        *_possible(
+        *_supported(tp_moe.cases(_of_module(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
+        *_supported(
+            ep_moe.cases(_of_module(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)
+        ),
+        *_supported(flash_decode.cases(decode, caches, ranks)),
+        *_supported(
             ag_attention.cases(
-                _among(sequences, ag_attention), lengths.get("ag_attention"), shardings, ranks, options.backward
+                _of_module(sequences, ag_attention), lengths.get("ag_attention"), shardings, ranks, options.backward
             )
         ),
-        *_possible(ulysses.cases(_among(sequences, ulysses), lengths, ranks, options.backward)),
+        *_supported(ulysses.cases(_of_module(sequences, ulysses), lengths, ranks, options.backward)),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
@@ -119,7 +122,7 @@ def main(options):
     if rehearsal:
         print(warning)
     elif rows:
-        print(f"rows are in {folder}; --report makes tables and plots of them")
+        print(f"Rows were written to {folder}. Use --report to generate tables and plots.")
     for failure in failures:
         print(f"failed: {failure.splitlines()[0]}", file=sys.stderr)
     return 1 if failures else 0
@@ -128,37 +131,36 @@ def main(options):
 # ---- arguments ----
 
 
-def _operators(names):
-    """The operators with products, all if none is named; collectives; ways to experts; what is local; layers; decoding;
-    sequences.
+def _operators_by_family(names):
+    """Return the named operators as lists, one per family; without names all dense operators.
 
-    Each is a list.
+    The families are dense, collectives, dispatch, grouped GEMM, MoE layers, flash_decode and sequence parallel.
     """
-    apart = grouped_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS, _SEQUENCES
-    groups = OPERATORS, collectives.OPERATORS, dispatch.OPERATORS, *apart
-    known = [name for group in groups for name in group]
+    exclusive = grouped_gemm.OPERATORS, _MOE_LAYERS, flash_decode.OPERATORS, _SEQUENCE_PARALLEL
+    families = OPERATORS, collectives.OPERATORS, dispatch.OPERATORS, *exclusive
+    known = [name for family in families for name in family]
     for name in names:
         if name not in known:
             raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}")
     names = list(dict.fromkeys(names)) or OPERATORS
     local = [name for name in names if name in grouped_gemm.OPERATORS]
     if local and len(local) < len(names):
-        raise ValueError(f"{local[0]} is measured by itself, on one GPU")
+        raise ValueError(f"{local[0]} runs on one GPU and cannot be combined with other operators")
     if len(names) > 1 and set(names) & set(flash_decode.OPERATORS):
-        raise ValueError("flash_decode is measured by itself")
-    for some in (_LAYERS, _SEQUENCES):
-        if 0 < sum(name in some for name in names) < len(names):
-            raise ValueError(f"{' and '.join(some)} are not measured beside others")
-    return [[name for name in names if name in group] for group in groups]
+        raise ValueError("flash_decode cannot be combined with other operators")
+    for family in (_MOE_LAYERS, _SEQUENCE_PARALLEL):
+        if 0 < sum(name in family for name in names) < len(names):
+            raise ValueError(f"{' and '.join(family)} cannot be combined with other operators")
+    return [[name for name in names if name in family] for family in families]
 
 
-def _rehearsed(shapes):
-    """Return the shapes of a rehearsal: those that were asked for if all of them are small, else a shape of its own."""
+def _rehearsal_shapes(shapes):
+    """Return the requested shapes if all are small enough for a rehearsal, else the rehearsal shape."""
     small = all(shape.m * shape.n * shape.k <= _MAX_REHEARSAL_WORK for shape in shapes)
     return shapes if small else [_REHEARSAL_SHAPE]
 
 
-def _among(names, module):
+def _of_module(names, module):
     return [name for name in names if name in module.OPERATORS]
 
 
@@ -188,12 +190,12 @@ def _tokens(text):
         return None
     tokens = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", count) for count in tokens):
-        raise ValueError(f"--tokens must be whole numbers with ',' between them, at least 1, not {text!r}")
+        raise ValueError(f"--tokens must be whole numbers of at least 1, separated by commas, not {text!r}")
     return [int(count) for count in tokens]
 
 
-def _some(option, text, known):
-    """Names of an option, all that are known if there is no text."""
+def _names(option, text, known):
+    """Parse the comma-separated names of an option; without text return all known names."""
     names = tuple(dict.fromkeys(text.split(","))) if text else known
     for name in names:
         if name not in known:
@@ -201,14 +203,14 @@ def _some(option, text, known):
     return names
 
 
-def _num_ranks(nproc, rehearsal, least):
+def _num_ranks(nproc, rehearsal, min_ranks):
     gpus = torch.cuda.device_count()
-    if nproc is not None and nproc < least:
-        raise ValueError(f"--nproc must be at least {least} rank{'s' * (least > 1)}, not {nproc}")
+    if nproc is not None and nproc < min_ranks:
+        raise ValueError(f"--nproc must be at least {min_ranks} rank{'s' * (min_ranks > 1)}, not {nproc}")
     if rehearsal:
         return 2
     if nproc is not None and nproc > gpus:
-        raise ValueError(f"--nproc: {nproc} ranks need as many GPUs, and torch sees {gpus}")
+        raise ValueError(f"--nproc: {nproc} ranks need {nproc} GPUs, but torch finds {gpus}")
     return nproc or gpus
 
 
@@ -223,11 +225,11 @@ def _folder(out):
 def _cases(selected, ranks, backward):
     for operator, shapes in selected.items():
         for direction in (False, True) if backward else (False,):
-            yield from _possible(Case(operator, shape, ranks, direction) for shape in shapes)
+            yield from _supported(Case(operator, shape, ranks, direction) for shape in shapes)
 
 
-def _possible(cases):
-    """The cases that can be measured; the others are said and left out."""
+def _supported(cases):
+    """Yield the cases that can be measured; print the reason for the others."""
     for case in cases:
         reason = case.why_not()
         if reason is None:
@@ -240,7 +242,7 @@ def _possible(cases):
 
 
 def revision():
-    """The commit, with a + if files differ from it."""
+    """Return the commit, with a + if the working tree differs from it."""
 
     def git(*command):
         run = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, timeout=10, check=True)
@@ -252,24 +254,27 @@ def revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_APART = (collectives, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
-_MODULES = {Case: measure} | {module.Case: module for module in _APART}
+_CASE_MODULES = (collectives, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
+_MODULES = {Case: measure} | {module.Case: module for module in _CASE_MODULES}
 
 
 def _measure_all(pool, cases, plan, folder, deadline=None):
-    """The rows, and what went wrong; rows are written to the folder, if any, as soon as there are some.
+    """Measure the cases. Return (rows, failures).
 
-    After the deadline, a time.monotonic(), no further case is begun.
+    Args:
+        folder: where the rows of each case are appended as soon as it is measured, or None.
+        deadline: value of time.monotonic() after which no further case is started, or None.
     """
     machine = pool.run(harness.machine)[0]
     link_gbps = pool.run(harness.link_rate)[0]
     if link_gbps:
-        print(f"{machine['num_gpus']} x {machine['gpu']}, best link rate {link_gbps:.0f} GB/s each way", flush=True)
+        print(f"{machine['num_gpus']} x {machine['gpu']}, link rate {link_gbps:.0f} GB/s per direction", flush=True)
     common = {**machine, "rounds": plan.rounds, "git": revision()}
     rows, failures = [], []
     for number, case in enumerate(cases):
         if deadline is not None and time.monotonic() > deadline:
-            print(f"time is up: {len(cases) - number} of {len(cases)} cases are left out, from {case} on", flush=True)
+            left = len(cases) - number
+            print(f"time limit reached: {left} of {len(cases)} cases are skipped, from {case} on", flush=True)
             break
         module = _MODULES[type(case)]
         try:
@@ -285,7 +290,7 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
         rows += new
         if folder is not None:
             _append(new, folder)
-        print(f"{case}: {_in_a_line(new)} ms", flush=True)
+        print(f"{case}: {_summary(new)} ms", flush=True)
     return rows, failures
 
 
@@ -297,18 +302,20 @@ def _append(rows, folder):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-# ---- what is printed ----
+# ---- output ----
 
 
 def _cell(value, spec):
     return "-" if value is None else format(value, spec)
 
 
-def _in_a_line(rows):
+def _summary(rows):
+    """Return the times of the measured methods in one line."""
     parts = {row["pass"]: [] for row in rows}
     for row in rows:
-        parts[row["pass"]].append(f"{_method(row)} {_cell(row['ms'], '.4f')}")
-    return "; ".join(f"{part}: " * (len(parts) > 1) + ", ".join(words) for part, words in parts.items())
+        if row["ms"] is not None:
+            parts[row["pass"]].append(f"{_method(row)} {_cell(row['ms'], '.4f')}")
+    return "; ".join(f"{part}: " * (len(parts) > 1) + ", ".join(times) for part, times in parts.items())
 
 
 def _method(row):
@@ -322,25 +329,36 @@ def _print_tables(rows, ranks):
 
 
 def _print_table(title, rows):
+    """Print the measured methods as a table, followed by the absent ones with their reasons."""
+    measured = [row for row in rows if not row["absent"]]
+    columns = {
+        name: (field, spec) for name, (field, spec) in _COLUMNS.items()
+        if name in ("shape", "method", "ms") or any(row.get(field) is not None for row in measured)
+    }
     lines = []
-    for row in rows:
-        shown = {**row, "shape": f"{row['shape']} {row['name']}".strip(), "method": _method(row)}
-        if row["absent"]:
-            shown["method"] += f" (absent: {row['absent']})"
-        lines.append([_cell(shown.get(field), spec) for field, spec in _COLUMNS.values()])
+    for row in measured:
+        shown = {**row, "shape": _shape(row), "method": _method(row)}
+        lines.append([_cell(shown.get(field), spec) for field, spec in columns.values()])
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
-    except ImportError:  # where torch is installed and nothing else should be
-        print("\n".join([title, "\t".join(_COLUMNS), *map("\t".join, lines)]))
-        return
-    table = Table(title=title)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("shape", "method") else "right")
-    for line, following in zip(lines, [*lines[1:], None]):
-        table.add_row(*map(Text, line), end_section=following is not None and following[0] != line[0])
-    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    except ImportError:  # rich is optional
+        print("\n".join([title, "\t".join(columns), *map("\t".join, lines)]))
+    else:
+        table = Table(title=title)
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("shape", "method") else "right")
+        for line, following in zip(lines, [*lines[1:], None]):
+            table.add_row(*map(Text, line), end_section=following is not None and following[0] != line[0])
+        Console(width=None if sys.stdout.isatty() else _MAX_WIDTH).print(table)
+    for row in rows:
+        if row["absent"]:
+            print(f"{_shape(row)}: {_method(row)} (absent: {row['absent']})")
+
+
+def _shape(row):
+    return f"{row['shape']} {row['name']}".strip()
 
 
 if __name__ == "__main__":  # ranks import this file, too

@@ -15,8 +15,8 @@ from tdkernels.cli.parser import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = {  # page of the site: file of the repository
-    "performance/results.md": "bench/README.md",
-    "performance/notes.md": "bench/NOTES.md",
+    "performance/index.md": "bench/README.md",
+    **{f"performance/tables/{table.name}": f"bench/tables/{table.name}" for table in (ROOT / "bench/tables").glob("*")},
     "contributing/index.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }

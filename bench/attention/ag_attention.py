@@ -1,10 +1,10 @@
-"""Attention over a sequence that the ranks share: ours, torch's alone, and torch's behind NCCL's all-gathers.
+"""Benchmark ag_attention: attention over a sharded sequence, against torch's attention with NCCL's all-gathers.
 
     python -m tdkernels bench ag_attention --backward [--tokens 8192,32768] [--sharding zigzag] [--shapes h32-kv8]
 
-Causal, one sequence, both passes of a problem in one run. The floor is the larger of the fastest attention alone and
-of what has to cross the wire, over the best rate of a link. Of long sequences some heads are checked: what they are
-compared with is in fp32, and takes far longer than what is measured.
+Causal attention over one sequence; both passes of a problem are measured in one run. The floor is the larger of the
+fastest attention alone and the transferred bytes over the best rate of a link. For long sequences only some heads are
+checked, because the fp32 reference takes far longer than the measured kernels.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from tdkernels.ops.attention.ag_attention.config import completed
 OPERATORS = ["ag_attention"]
 PEERS = tuple(methods.PEERS)
 SHARDINGS = ("zigzag", "contiguous")
-_SCORES = 1 << 33  # about as many are checked
+_SCORES = 1 << 33  # approximate number of attention scores to check
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to measure on ``ranks`` ranks, a sharding at a time."""
+    """One benchmark case: a shape and a sharding on ``ranks`` ranks."""
 
     shape: AttentionShape
     ranks: int
@@ -47,38 +47,38 @@ class Case:
 
     @property
     def rows(self):
-        """Of a rank."""
+        """Tokens per rank."""
         return self.shape.tokens // self.ranks
 
     @property
     def checked(self):
-        """How many kv heads are."""
+        """Number of kv heads to check."""
         group = self.shape.heads // self.shape.kv_heads
         return min(self.shape.kv_heads, max(1, _SCORES // (group * self.shape.tokens**2)))
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         shape, pieces = self.shape, self.ranks * (2 if self.sharding == "zigzag" else 1)
         if shape.tokens % pieces:
-            return f"{shape.tokens} tokens are not divisible by {pieces} pieces"
+            return f"{shape.tokens} tokens are not divisible by {pieces} chunks"
         if shape.heads % shape.kv_heads:
             return f"{shape.heads} query heads are not divisible by {shape.kv_heads} kv heads"
         if self.ranks == 1 and self.sharding == "zigzag":
-            return "one rank has both pieces"
+            return "zigzag sharding needs at least two ranks"
         return None
 
     def flops(self, part):
-        """Of the mean rank."""
+        """FLOP per rank, averaged over the ranks."""
         forward = 2 * self.shape.tokens**2 * self.shape.heads * self.shape.dim // self.ranks
         return forward if part == "forward" else 5 * forward // 2
 
     def wire_bytes(self, part):
-        """What some GPU receives at least: keys and values of the others; of the backward sums of their gradients."""
+        """Minimum bytes received by the busiest GPU: keys and values, or in the backward sums of their gradients."""
         shard = self.rows * self.shape.kv_heads * self.shape.dim * DTYPE.itemsize
         return 2 * shard * (self.ranks - 1)
 
     def inputs(self, seed):
-        """This rank's operands; others for another seed."""
+        """Return this rank's operands, drawn with ``seed``."""
         shape, device = self.shape, rank_device()
         generator = torch.Generator(device).manual_seed(seed * self.ranks + dist.get_rank())
 
@@ -91,19 +91,19 @@ class Case:
 
 
 def cases(operators, shapes, shardings, ranks, backward):
-    """The cases of a run."""
+    """Yield the cases of a run."""
     for _ in operators:
         for shape in shapes:
             yield from (Case(shape, ranks, sharding, backward) for sharding in shardings)
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """As ``measure.measure``, of methods (part, name)."""
-    sets = [case.inputs(seed) for seed in range(2)]  # two: our workspaces have two halves
+    """Check and time all methods of a case. See ``multi_method.measure``."""
+    sets = [case.inputs(seed) for seed in range(2)]  # two, because workspaces are double-buffered
     attentions = methods.attentions(case, plan.peers)
     return multi_method.measure(
         case.parts, sets, plan,
@@ -115,18 +115,18 @@ def measure(case, plan):
 
 
 def _methods(case, part, plan, attentions):
-    """({name: Method}, {name: why it is absent})."""
+    """Return ({name: Method}, {name: reason for absence})."""
     found = {f"attention {name}": methods.alone(case, part, attend) for name, attend in attentions.items()}
     found |= {f"sequence {name}": methods.sequence(case, part, attend) for name, attend in attentions.items()}
     found["tdkernels"] = methods.ours(case, part, None)
-    tries, absent = multi_method.overridden(
+    overrides, absent = multi_method.overridden(
         plan, _default_config(case), _override, lambda config: methods.ours(case, part, config)
     )
-    return found | tries, absent
+    return found | overrides, absent
 
 
 def _config(case, s):
-    """What a call without one takes."""
+    """Return the config that a call without an explicit config selects."""
     if case.ranks == 1:
         return _default_config(case)
     return tdkernels.explain("ag_attention", s.q, s.k, s.v, layout=f"causal {case.sharding}").config
@@ -137,19 +137,19 @@ def _default_config(case):
 
 
 def _references(case, part, sets):
-    """Per set it, the outputs in fp32, and how far off torch is in the dtype."""
+    """Return [(operands, fp32 outputs, errors of torch in the operands' dtype)], one entry per input set."""
     found = []
     for s in sets:
-        wanted = methods.exact(case, part, s)
-        found.append((s, wanted, harness.errors(methods.plain(case, part, s), wanted)))
+        expected = methods.exact(case, part, s)
+        found.append((s, expected, harness.errors(methods.plain(case, part, s), expected)))
     return found
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a part and method: what was measured and what follows from it."""
+    """Return one row per part and method, with the measured times and the derived values."""
     shape, name = case.shape, f"{case.shape.name} {case.sharding}".strip()
     common = {
         "op": case.operator, "what": "ag_attention", "shape": str(shape), "name": name,

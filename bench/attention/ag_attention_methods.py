@@ -1,13 +1,13 @@
-"""The ways to attend to a sequence that the ranks share which are measured.
+"""Methods of the ag_attention benchmark.
 
-    attention NAME      torch's attention NAME of the rank's queries to keys and values that lie gathered
-    collective          NCCL alone: the all-gathers of k and v; of the backward the reduce-scatters of their gradients
-    sequence NAME       the all-gathers, then that attention
-    tdkernels           a call as it comes
+    attention NAME      torch's attention kernel NAME alone, for this rank's queries and gathered keys and values
+    collective          NCCL alone: all-gathers of k and v; in the backward the reduce-scatters of their gradients
+    sequence NAME       the unfused baseline: NCCL's all-gathers, then attention kernel NAME
+    tdkernels           ag_attention with its default arguments
 
-The sequence is what a user would write: it saves the gathered keys and values for its backward, where ours, which
-saves shards, lets them travel again. The two pieces of a zigzag rank are tensors of their own in it, so that nothing is
-copied to cut queries or to join outputs.
+The unfused baseline is written as a user would write it. It saves the gathered keys and values for the backward;
+ag_attention saves shards and gathers again. The baseline stores the two chunks of a zigzag rank as separate tensors, so
+that no copy is needed to split queries or to concatenate outputs.
 """
 
 import functools
@@ -22,26 +22,26 @@ from tdkernels.launch import rank_device
 from tdkernels.ops.attention.ag_attention.op import attend_to_part, pieces_of
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 
-_ROWS = 1024  # queries at a time, where memory would not hold the scores of all
+_ROWS = 1024  # queries per step of the reference, so that the scores fit into memory
 
 
-# ---- one sequence in the order of its positions ----
+# ---- conversion between rank order and sequence order ----
 
 
-def firsts(case):
-    """The first position of each piece that this rank has."""
+def chunk_starts(case):
+    """Return the first position of each chunk of this rank."""
     return [first for first, _ in pieces_of(case.rows, case.sharding, dist.get_rank(), case.ranks)]
 
 
 def order_of(case):
-    """The pieces of the sequence, by the numbers they have where one rank's follow the other's."""
+    """Return the chunks in sequence order, as indices into the concatenation of all ranks' chunks."""
     if case.sharding == "contiguous":
         return list(range(case.ranks))
     return [*range(0, 2 * case.ranks, 2), *range(2 * case.ranks - 1, 0, -2)]
 
 
 def _reordered(x, order):
-    """x [S, …] with its ``len(order)`` pieces in another order; x itself if it is the same."""
+    """Permute the ``len(order)`` chunks of x [S, …]; return x itself if the order is the identity."""
     if order == sorted(order):
         return x
     pieces = x.view(len(order), -1, *x.shape[1:])
@@ -49,12 +49,12 @@ def _reordered(x, order):
 
 
 def gathered(x, order):
-    """All ranks' x [1, S / W, H, D] as [1, H, S, D] by position."""
+    """All-gather x [1, S / W, H, D] to [1, H, S, D] in sequence order."""
     return _reordered(all_gather_rows(x[0]), order)[None].transpose(1, 2)
 
 
 def scattered(dy, order):
-    """The gradient of x, of those that all ranks have of what was gathered."""
+    """Return the gradient of x: reduce-scatter the ranks' gradients of the gathered tensor."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return reduce_scatter_rows(_reordered(dy.transpose(1, 2)[0].contiguous(), back))[None]
 
@@ -70,13 +70,13 @@ class _Gathered(torch.autograd.Function):
         return scattered(dy, ctx.order), None
 
 
-# ---- attention by torch ----
+# ---- torch's attention kernels ----
 
 
 class _Kernel(NamedTuple):
-    """One of torch's: ``forward`` and ``backward`` of a rectangle of scores, causal or not.
+    """A torch attention kernel: ``forward`` and ``backward`` for a rectangular block of scores, causal or not.
 
-    lower_right: whether its causal mask is that of the last queries, so that one call does
+    lower_right: whether its causal mask is aligned to the lower right corner, so that one call per chunk suffices
     """
 
     forward: object
@@ -84,7 +84,7 @@ class _Kernel(NamedTuple):
     lower_right: bool
 
     def spans(self, first, count):
-        """The keys that queries from a position on see, as (begin, end, whether causal)."""
+        """Return the key ranges for ``count`` queries from position ``first`` on, as (begin, end, causal)."""
         if self.lower_right or not first:
             return [(0, first + count, True)]
         return [(0, first, False), (first, first + count, True)]
@@ -115,19 +115,19 @@ def _cudnn_backward(do, q, k, v, o, lse, rest, causal):
 
 
 def _merged(parts):
-    """(o, lse) of attention to all keys, of those to some of them each."""
+    """Merge (o, lse) of disjoint key ranges into (o, lse) of all keys."""
     (o, lse), *others = parts
     for other, other_lse in others:
         total = torch.logaddexp(lse, other_lse)
-        ours, theirs = ((each - total).exp().view(*o.shape[:3], 1) for each in (lse, other_lse))
-        o, lse = torch.addcmul(o * ours, other, theirs).to(o.dtype), total
+        scale, other_scale = ((each - total).exp().view(*o.shape[:3], 1) for each in (lse, other_lse))
+        o, lse = torch.addcmul(o * scale, other, other_scale).to(o.dtype), total
     return o, lse
 
 
 class _Attention(torch.autograd.Function):
-    """o of each piece of queries [1, Hq, n, D], from the positions ``first`` on.
+    """Attention of query chunks [1, Hq, n, D] that start at the positions ``first``; returns o of each chunk.
 
-    The gradient of a part of the keys needs only o and lse of all of them, and those are what its backward is given.
+    The gradient for a key range needs o and lse of all keys; the kernel's backward is called with these.
     """
 
     @staticmethod
@@ -171,7 +171,7 @@ def _by_kernel(*kernel):
 
 
 def _by_any(first, keys, values, queries):
-    """By what torch chooses for a causal bias."""
+    """Use the kernel that torch selects for a causal bias."""
     scale = keys.shape[3] ** -0.5
     return tuple(attend_to_part(q, keys, values, at, True, scale) for q, at in zip(queries, first, strict=True))
 
@@ -183,17 +183,17 @@ PEERS = {
 
 
 def attentions(case, names):
-    """{name: attention of (keys, values, queries)} of the peers that are named, or else of one that runs anywhere."""
+    """Return {name: function (keys, values, queries)} of the named kernels, or of one that runs on any device."""
     chosen = {name: PEERS[name] for name in names if name in PEERS} if rank_device().type == "cuda" else {}
-    first = firsts(case)
+    first = chunk_starts(case)
     return {name: functools.partial(attend, first) for name, attend in (chosen or {"sdpa": _by_any}).items()}
 
 
-# ---- methods: outputs are (o,), or (dq, dk, dv), of the heads that are checked ----
+# ---- methods: checked outputs are (o,) or (dq, dk, dv) of the checked heads ----
 
 
 def add_alone(case, s):
-    """Add to a set of operands its pieces, and what an attention or a collective alone begins with."""
+    """Add the chunks of q and do, and the gathered keys and values, to an operand set."""
     pieces = {"contiguous": 1, "zigzag": 2}[case.sharding]
     s.queries, s.dos = ([*x.transpose(1, 2).chunk(pieces, 2)] for x in (s.q, s.do))
     s.keys, s.values = (gathered(x, order_of(case)) for x in (s.k, s.v))
@@ -206,7 +206,7 @@ def collective(part):
 
 
 def alone(case, part, attend):
-    """The Method of an attention to gathered keys; its gradients are those of one rank, until they are checked."""
+    """Return the Method of attention alone on gathered keys. Gradients are reduced over ranks only for the check."""
 
     def differentiable(s):
         leaves = _leaves(*s.queries, s.keys, s.values)
@@ -222,6 +222,7 @@ def alone(case, part, attend):
 
 
 def sequence(case, part, attend):
+    """Return the Method of the unfused baseline."""
     order = order_of(case)
 
     def differentiable(s):
@@ -239,7 +240,7 @@ def sequence(case, part, attend):
 
 
 def ours(case, part, config):
-    """The Method of ours in a config, None for a call as it comes."""
+    """Return the Method of ag_attention; ``config`` None uses the selected config."""
 
     def call(q, k, v):
         return tdkernels.ag_attention(q, k, v, sharding=case.sharding, config=config)
@@ -259,38 +260,38 @@ def _leaves(*tensors):
 
 
 def _backward(forward, gradients):
-    """A call that goes back through one forward again and again; ``forward`` returns (leaves, outputs)."""
-    kept = {}
+    """Return a call that repeats the backward of one forward; ``forward`` returns (leaves, outputs)."""
+    cached = {}
 
     def call(s):
-        if id(s) not in kept:
+        if id(s) not in cached:
             with torch.enable_grad():
-                kept[id(s)] = forward(s)
-        leaves, outputs = kept[id(s)]
+                cached[id(s)] = forward(s)
+        leaves, outputs = cached[id(s)]
         return torch.autograd.grad(outputs, leaves, gradients(s), retain_graph=True)
 
     return call
 
 
 def _joined(pieces):
-    """[1, S / W, H, D] of pieces [1, H, n, D]."""
+    """Concatenate chunks [1, H, n, D] to [1, S / W, H, D]."""
     return torch.cat([*pieces], 2).transpose(1, 2)
 
 
 def _checked(case, *tensors):
-    """The last heads of tensors [1, S / W, ·, D], those of so many kv heads as are checked."""
+    """Return the checked heads of tensors [1, S / W, ·, D], the last ones."""
     return tuple(x[:, :, -(x.shape[2] * case.checked // case.shape.kv_heads) :] for x in tensors)
 
 
-# ---- what is compared with ----
+# ---- references ----
 
 
 def exact(case, part, s):
-    """The outputs in fp32, by so many queries at a time that memory holds the scores."""
+    """Compute the outputs in fp32, in blocks of queries whose scores fit into memory."""
     heads = case.checked * case.shape.heads // case.shape.kv_heads
     keys, values = (x[:, -case.checked :].float() for x in (s.keys, s.values))
     outputs, dqs, dk, dv = [], [], torch.zeros_like(keys), torch.zeros_like(values)
-    for q, do, first in zip(s.queries, s.dos, firsts(case), strict=True):
+    for q, do, first in zip(s.queries, s.dos, chunk_starts(case), strict=True):
         for start in range(0, q.shape[2], _ROWS):
             rows = slice(start, start + _ROWS)
             leaves = _leaves(q[:, -heads:, rows].float(), keys, values)
@@ -309,7 +310,7 @@ def exact(case, part, s):
 
 
 def plain(case, part, s):
-    """The outputs in the dtype, by the specification."""
+    """Compute the outputs with ag_attention_ref in the operands' dtype."""
     leaves = [x.detach().requires_grad_() for x in _checked(case, s.q, s.k, s.v)]
     with torch.set_grad_enabled(part == "backward"):
         o = tdkernels.ag_attention_ref(*leaves, sharding=case.sharding)

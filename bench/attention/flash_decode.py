@@ -1,10 +1,10 @@
-"""Attention of one query token to a cache that the ranks share: ours, torch's, and torch's with NCCL.
+"""Benchmark flash_decode: attention of one query token over a sharded KV cache, against torch with and without NCCL.
 
     python -m tdkernels bench flash_decode --cuda-graph [--shapes h96-kv12-b1,BxHqxHkvxDxS] [--tokens 65536,131072]
 
-A step of decoding is captured, so what counts is what runs in a CUDA graph. Caches take turns until no cache of the GPU
-can hold them. The floor of a method is the time in which the device's memory, at the rate of a large copy in the same
-run, gives the keys and values of a rank once.
+Decoding steps usually run in a CUDA graph, so times in a graph are the relevant ones. Calls cycle through KV caches
+that exceed the GPU's caches. The floor is the time to read the keys and values of a rank once, at the rate of a large
+device-to-device copy measured in the same run.
 """
 
 import json
@@ -26,14 +26,14 @@ from tdkernels.ops.attention.flash_decode.launch import shape_of
 
 OPERATORS = ["flash_decode"]
 PEERS = tuple(methods.PEERS)
-LOCAL, SEQUENCE = "torch-local ", "sequence "  # what the names of torch's methods begin with
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+LOCAL, SEQUENCE = "torch-local ", "sequence "  # prefixes of the names of torch methods
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """q [batch, heads, dim] attends to ``keys`` keys and values of each rank, of ``kv_heads`` heads."""
+    """q [batch, heads, dim] with a KV cache of ``keys`` positions per rank and ``kv_heads`` heads."""
 
     batch: int
     heads: int
@@ -47,24 +47,25 @@ class Shape:
 
     @property
     def kv_bytes(self):
-        """Of a rank's keys and values."""
+        """Bytes of a rank's keys and values."""
         return 2 * self.batch * self.keys * self.kv_heads * self.dim * DTYPE.itemsize
 
 
-_MOST_KEYS = {1: 17, 8: 14, 32: 12, 128: 10}  # {batch: log2 of the most keys of a rank}
+_MAX_LOG2_KEYS = {1: 17, 8: 14, 32: 12, 128: 10}  # {batch: log2 of the largest number of keys per rank}
 SHAPES = [
     Shape(batch, heads, kv_heads, 128, 1 << exponent, f"h{heads}-kv{kv_heads}-b{batch}")
     for heads, kv_heads in ((96, 12), (32, 8))
-    for batch, most in _MOST_KEYS.items()
-    for exponent in range(10, most + 1)
+    for batch, largest in _MAX_LOG2_KEYS.items()
+    for exponent in range(10, largest + 1)
 ]
 REHEARSAL_SHAPES = [Shape(1, 4, 2, 16, 8, "rehearsal")]
 
 
 def parse_shapes(text, keys=None):
-    """Shapes by what their names begin with, or as BxHqxHkvxDxS, with ',' between them; all if there is no text.
+    """Parse comma-separated prefixes of shape names, or sizes as BxHqxHkvxDxS; without text return all shapes.
 
-    Args:     keys: numbers of keys to take of those that have names, or None
+    Args:
+        keys: restrict named shapes to these numbers of keys per rank, or None.
     """
     chosen = []
     for word in text.split(",") if text else ("h",):
@@ -75,15 +76,15 @@ def parse_shapes(text, keys=None):
             chosen.append(Shape(*map(int, word.split("x"))))
         else:
             names = ", ".join(dict.fromkeys(shape.name for shape in SHAPES))
-            raise ValueError(f"--shapes of flash_decode: {word!r} is neither BxHqxHkvxDxS nor the beginning of {names}")
+            raise ValueError(f"--shapes of flash_decode: {word!r} is neither BxHqxHkvxDxS nor a prefix of {names}")
     if not chosen:
-        raise ValueError(f"--tokens: no shape of flash_decode has {' or '.join(map(str, keys))} keys of a rank")
+        raise ValueError(f"--tokens: no shape of flash_decode has {' or '.join(map(str, keys))} keys per rank")
     return list(dict.fromkeys(chosen))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to measure on ``ranks`` ranks."""
+    """One benchmark case: a shape on ``ranks`` ranks."""
 
     shape: Shape
     ranks: int
@@ -93,13 +94,13 @@ class Case:
         return f"flash_decode {self.shape} {self.shape.name}".strip()
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         if self.shape.heads % self.shape.kv_heads:
             return f"{self.shape.heads} query heads are not divisible by {self.shape.kv_heads} kv heads"
         return None
 
     def inputs(self, seed):
-        """q, the same on all ranks, this rank's caches, and their lengths; others for another seed."""
+        """Return q (the same on all ranks), this rank's KV cache and its lengths, drawn with ``seed``."""
         shape, device = self.shape, rank_device()
 
         def draw(seed, *sizes):
@@ -114,31 +115,31 @@ class Case:
 
 
 def cases(operators, shapes, ranks):
-    """The cases of a run."""
+    """Yield the cases of a run."""
     for _ in operators:
         yield from (Case(shape, ranks) for shape in shapes)
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """As ``measure.measure``; a copy's times have "bytes", too."""
+    """Check and time all methods of a case. Returns the same as ``measure.measure``; the copy also has "bytes"."""
     sets = _input_sets(case)
     alone, together, configs, absent = _methods(case, plan, _default_config(sets[0]))
     captured, not_captured = {}, {}
     for calls, merge in ((alone, None), (together, methods.sequence)):
-        references = _references(sets[:2], merge)  # two: our workspaces have two halves
+        references = _references(sets[:2], merge)  # two, because workspaces are double-buffered
         for name in list(calls):
-            if reason := _why_absent(name, calls[name], references):
+            if reason := _absent_reason(name, calls[name], references):
                 absent[name] = reason
                 del calls[name]
         if plan.cuda_graph:
-            of_calls, reasons = graphs.capture_all(calls, sets, references, unchecked=())
-            captured, not_captured = captured | of_calls, not_captured | reasons
+            graphs_, reasons = graphs.capture_all(calls, sets, references, unchecked=())
+            captured, not_captured = captured | graphs_, not_captured | reasons
         del references
-    configs |= _what_runs([*alone, *together], sets[0])
+    configs |= _selected_configs([*alone, *together], sets[0])
     copy, nbytes = methods.copy_on_device()
     calls = {"copy": copy, **alone, **together}
     found = timed(calls, captured, sets, plan, configs, absent, not_captured)
@@ -152,8 +153,8 @@ def _input_sets(case):
     return [case.inputs(seed) for seed in range(count)]
 
 
-def _what_runs(names, s):
-    """{name: config} of the calls without one."""
+def _selected_configs(names, s):
+    """Return {name: config} that calls without an explicit config select."""
     groups = {"local": methods.own_group(), "tdkernels": None}
     operands = s.q, s.k, s.v, s.lens
     return {
@@ -167,16 +168,18 @@ def _default_config(s):
 
 
 def _methods(case, plan, default):
-    """({name: call} of this rank's keys alone, {name: call} of all ranks', {name: config}, {name: why it is absent}).
+    """Build the methods.
 
-    One rank has nothing to do with others.
+    Returns:
+        ({name: call} on this rank's keys, {name: call} on all ranks' keys, {name: config}, {name: reason for absence}).
+        The second is empty if there is one rank.
     """
     attentions, missing = methods.attentions([name for name in plan.peers if name in PEERS])
-    tries, absent = _overridden(plan, default)
+    overrides, absent = _overridden(plan, default)
     alone = {f"{LOCAL}{name}": lambda s, attend=attend: attend(s)[0] for name, attend in attentions.items()}
     together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in attentions.items()}
     configs = {}
-    for suffix, config in {"": None, **tries}.items():
+    for suffix, config in {"": None, **overrides}.items():
         configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config
         alone[f"local{suffix}"] = lambda s, config=config: methods.ours(s, config, methods.own_group())
         together[f"tdkernels{suffix}"] = lambda s, config=config: methods.ours(s, config)
@@ -185,7 +188,7 @@ def _methods(case, plan, default):
 
 
 def _overridden(plan, default):
-    """({suffix of a name: config}, {name: why it is absent}) of tries of other configs."""
+    """Return ({suffix of a method name: config}, {name: reason for absence}) for the config overrides of the plan."""
     configs, absent = {}, {}
     for number, fields in enumerate(plan.overrides, 1):
         suffix = f" c{number} {json.dumps(fields)}"
@@ -197,9 +200,10 @@ def _overridden(plan, default):
 
 
 def _references(sets, merge):
-    """Per set it, o in fp32, and how far off plain torch is in the dtype.
+    """Return [(operands, fp32 o, error of plain torch in the operands' dtype)], one entry per input set.
 
-    Args:     merge: what makes o of all ranks' keys of an attention; None: of this rank's alone
+    Args:
+        merge: function (attention, operands) that returns o for all ranks' keys; None for this rank's keys only.
     """
     o_of = (lambda s: methods.math(s)[0]) if merge is None else (lambda s: merge(methods.math, s))
     found = []
@@ -209,25 +213,30 @@ def _references(sets, merge):
     return found
 
 
-def _why_absent(name, call, references):
-    """None if a method can be timed; raises where ours is wrong, or fails in its default config."""
-    reason = harness.why_it_fails(call, references[0][0])
-    wrong = None if reason else harness.why_it_is_wrong(call, references)
+def _absent_reason(name, call, references):
+    """Return None if a method can be timed, else the reason.
+
+    Raises:
+        RuntimeError: if tdkernels is wrong, or fails with its default config.
+    """
+    reason = harness.failure_reason(call, references[0][0])
+    wrong = None if reason else harness.mismatch_reason(call, references)
     ours = not name.startswith((LOCAL, SEQUENCE))
     if ours and (wrong or (reason and "{" not in name)):
         raise RuntimeError(f"{name}: {wrong or reason}")
     return reason or wrong
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a method: what was measured and what follows from it.
+    """Return one row per method, with the measured times and the derived values.
 
-    ``floor_ms`` is keys and values over the rate of the copy, so ``efficiency`` is the share of the memory's bandwidth.
-    ``speedup``: of local over the best torch-local, of the others over the best sequence. ``added_us``: tdkernels more
-    than local. What runs in a graph is compared with what does.
+    ``floor_ms`` is the bytes of keys and values over the copy rate; ``efficiency`` is therefore the fraction of the
+    memory bandwidth. ``speedup`` is over the fastest torch-local for local methods, and over the fastest unfused
+    baseline for the others. ``added_us`` is the time of tdkernels minus the time of local. Methods in a graph are
+    compared with methods in a graph.
     """
     shape = case.shape
     ms_of = {(name, graph): times["ms"] for name, graph, times in found if times.get("ms")}
@@ -255,5 +264,5 @@ def rows(case, found, link_gbps):
 
 
 def _base(name):
-    """What the names of those begin with that a method is compared with."""
+    """Return the name prefix of the baselines of a method."""
     return LOCAL if name.startswith(("local", LOCAL)) else SEQUENCE

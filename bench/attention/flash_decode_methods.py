@@ -1,14 +1,14 @@
-"""The ways to attend to a long cache that are measured, on this rank's keys alone and on those of all ranks.
+"""Methods of the flash_decode benchmark, on this rank's keys alone and on all ranks' keys.
 
-    local               ours in a group of this rank alone
-    tdkernels           ours on all ranks
-    torch-local NAME    torch's attention NAME, on this rank's keys alone
-    sequence NAME       the same, then NCCL's all-gather of what each rank has made of its keys, and its merge in torch
-    copy                torch's copy on the device: how fast its memory is
+    local               flash_decode in a group of this rank alone
+    tdkernels           flash_decode on all ranks
+    torch-local NAME    torch's attention kernel NAME on this rank's keys
+    sequence NAME       the unfused baseline: kernel NAME, NCCL's all-gather of the partial results, merge in torch
+    copy                torch's device-to-device copy, for the memory bandwidth
 
-An attention is a function of a set of operands that returns (o [B, Hq, D], its log-sum-exp [B, Hq]). The query heads
-of one kv head are given to torch as so many tokens, without a mask: the cache is read once for all of them, and every
-backend takes it.
+An attention is a function of one operand set that returns (o [B, Hq, D], log-sum-exp [B, Hq]). The query heads of one
+kv head are passed to torch as tokens, without a mask. The cache is then read once for all of them, and all backends
+support it.
 """
 
 import functools
@@ -24,22 +24,22 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 _COPY_BYTES = {"cuda": 512 << 20, "cpu": 1 << 16}
 
 
-# ---- attention by torch ----
+# ---- torch's attention kernels ----
 
 
 def _by_kv_head(s):
-    """q [B, Hkv, G, D] and the caches [B, Hkv, S, D] as torch has them."""
+    """Return q as [B, Hkv, G, D] and the caches as [B, Hkv, S, D], the layout of torch's attention."""
     q = s.q.view(s.q.shape[0], s.k.shape[2], -1, s.q.shape[2])
     return q, s.k.transpose(1, 2), s.v.transpose(1, 2)
 
 
 def _by_head(o, lse):
-    """(o [B, Hq, D], lse [B, Hq]) of what came by kv head."""
+    """Reshape results by kv head to (o [B, Hq, D], lse [B, Hq])."""
     return o.flatten(1, 2), lse.reshape(o.shape[0], -1)
 
 
 def math(s):
-    """Products, softmax in fp32 and the log-sum-exp, in plain torch."""
+    """Attention in plain torch: two GEMMs, softmax in fp32, and the log-sum-exp."""
     q, k, v = _by_kv_head(s)
     scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
     return _by_head(scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1))
@@ -56,13 +56,13 @@ def _sdpa_cudnn(s):
 def _sdpa_efficient(s):
     q, k, v = _by_kv_head(s)
     o, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
-    return _by_head(o, lse[..., : q.shape[2]])  # which is padded
+    return _by_head(o, lse[..., : q.shape[2]])  # lse is padded
 
 
 def _flex():
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    torch._dynamo.reset()  # of one shape at a time
+    torch._dynamo.reset()  # keep the compiled code of one shape only
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(s):
@@ -73,7 +73,7 @@ def _flex():
 
 
 def _flash_attn():
-    """The newest of the library that can be imported."""
+    """Use the newest installed version of flash-attn."""
     try:
         from flash_attn_interface import flash_attn_with_kvcache
     except ImportError:
@@ -86,7 +86,7 @@ def _flash_attn():
     return attend
 
 
-PEERS = {  # {name: what makes an attention, or raises}
+PEERS = {  # {name: function that returns an attention, or raises}
     "sdpa-flash": lambda: _sdpa_flash,
     "sdpa-cudnn": lambda: _sdpa_cudnn,
     "sdpa-efficient": lambda: _sdpa_efficient,
@@ -96,7 +96,7 @@ PEERS = {  # {name: what makes an attention, or raises}
 
 
 def attentions(names):
-    """({name: attention}, {name: why it is absent}): torch's products, and those peers that are named."""
+    """Return ({name: attention}, {name: reason for absence}) of plain torch and the named peers."""
     found, absent = {"math": math}, {}
     for name in names:
         if rank_device().type != "cuda":
@@ -109,28 +109,28 @@ def attentions(names):
     return found, absent
 
 
-# ---- on all ranks' keys ----
+# ---- attention on all ranks' keys ----
 
 
 def sequence(attend, s):
-    """o [B, Hq, D] of all ranks' keys: attention, one all-gather of o and its log-sum-exp in fp32, the merge."""
+    """Compute o [B, Hq, D] for all ranks' keys: attention, one fp32 all-gather of o and log-sum-exp, merge."""
     o, lse = attend(s)
-    of_ranks = all_gather_rows(torch.cat([o, lse[..., None]], -1)[None])
-    weights = of_ranks[..., -1:].softmax(0)
-    return (of_ranks[..., :-1] * weights).sum(0).to(o.dtype)
+    partials = all_gather_rows(torch.cat([o, lse[..., None]], -1)[None])
+    weights = partials[..., -1:].softmax(0)
+    return (partials[..., :-1] * weights).sum(0).to(o.dtype)
 
 
 def in_fp32(s):
-    """The same operands."""
+    """Return the operands in fp32."""
     return SimpleNamespace(q=s.q.float(), k=s.k.float(), v=s.v.float())
 
 
-# ---- ours ----
+# ---- tdkernels ----
 
 
 @functools.cache
 def own_group():
-    """A group of this rank alone; every rank makes those of all."""
+    """Return a group of this rank alone. Collective: all ranks create the groups of all ranks."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
@@ -139,11 +139,11 @@ def ours(s, config=None, group=None):
     return tdkernels.flash_decode(s.q, s.k, s.v, s.lens, config=config, group=group)
 
 
-# ---- the memory ----
+# ---- memory bandwidth ----
 
 
 def copy_on_device():
-    """(a call that copies, how many bytes it reads and writes)."""
+    """Return (a call that copies, the bytes that it reads and writes)."""
     source = torch.ones(_COPY_BYTES[rank_device().type], dtype=torch.uint8, device=rank_device())
     target = torch.empty_like(source)
     return lambda _: target.copy_(source), 2 * source.nbytes

@@ -1,24 +1,24 @@
-"""Plots of decoding: microseconds against the keys of all ranks, a curve for each number of GPUs."""
+"""Plots of flash_decode: microseconds over the total number of keys, one curve per number of GPUs."""
 
 from bench.attention.flash_decode import LOCAL, SEQUENCE
 from bench.report.plots import _GREY, _SHADES, Figure, short
 
-_LINES = {"ours": "-", "torch, NCCL, merge": "--", "the memory": ":"}
-_MANY = 4  # numbers of keys that make a curve
+_LINES = {"ours": "-", "unfused (torch + NCCL)": "--", "memory floor": ":"}
+_MIN_POINTS = 4  # of a curve
 
 
 def figures(newest):
-    """One for each kind of GPU, eager or in CUDA graphs; ``newest``: see ``flash_decode_report.newest_runs``."""
+    """Return one figure per GPU model and mode; ``newest``: see ``flash_decode_report.newest_runs``."""
     panels = {}
     for gpu, ranks, graph, heads, batch in sorted(newest):
         runs = newest[gpu, ranks, graph, heads, batch]
-        if len(runs) >= _MANY:
+        if len(runs) >= _MIN_POINTS:
             panels.setdefault((gpu, graph), {}).setdefault((heads, batch), {})[ranks] = runs
     found = []
     for (gpu, graph), of_gpu in panels.items():
         row = next(_rows(of_gpu))
         where = f"{gpu}{', in CUDA graphs' * graph} (multicast {row['multicast']})"
-        caption = f"flash_decode by the keys of all ranks, {where}"
+        caption = f"flash_decode by total number of keys, {where}"
         file = f"flash-decode-{short(gpu)}{'-graph' * graph}.png"
         found.append(Figure(file, caption, None, of_gpu, _panels))
     return found
@@ -43,7 +43,7 @@ def _panels(canvas, panels):
         axis.set_xticks(totals, [f"{keys // 1024}K" if keys >= 1024 else str(keys) for keys in totals], rotation=45)
         axis.minorticks_off()
         axis.set_title(f"{heads} / {kv_heads} heads of {dim}, batch {batch}", fontsize=10)
-        axis.set_xlabel("keys of all ranks")
+        axis.set_xlabel("keys (all ranks)")
         axis.grid(alpha=0.3)
         for label, line in _LINES.items():
             axis.plot([], [], line, color=_GREY, label=label)
@@ -57,18 +57,18 @@ def _curves(axis, ranks, runs, colour):
         points = [(ranks * keys, ms_of(runs[keys]) * 1e3) for keys in sorted(runs) if ms_of(runs[keys])]
         if points:
             axis.plot(*zip(*points, strict=True), line, color=colour, label=label, linewidth=1.2)
-            label = None  # one for all three
+            label = None  # one legend entry for the three lines
 
 
 def _ours(run):
-    """One GPU alone has no others to ask."""
+    """Return ms of flash_decode on all ranks; with one GPU, of local."""
     return run.get("tdkernels", run.get("local", {})).get("ms")
 
 
 def _sequence(run):
-    """Of one GPU torch's attention."""
-    beginning = SEQUENCE if any(method.startswith(SEQUENCE) for method in run) else LOCAL
-    return min((row["ms"] for method, row in run.items() if method.startswith(beginning) and row["ms"]), default=None)
+    """Return ms of the fastest unfused baseline; with one GPU, of torch's fastest attention."""
+    prefix = SEQUENCE if any(method.startswith(SEQUENCE) for method in run) else LOCAL
+    return min((row["ms"] for method, row in run.items() if method.startswith(prefix) and row["ms"]), default=None)
 
 
 def _floor(run):

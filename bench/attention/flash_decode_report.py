@@ -1,30 +1,35 @@
-"""Tables of attention to a cache that the ranks share, a part of the report."""
+"""Report section of flash_decode."""
 
 from bench.attention import flash_decode_plots
 from bench.attention.flash_decode import LOCAL, SEQUENCE
 from bench.report import tables as run_tables
 from bench.report.tables import factor, ms
 
-TARGET_SHARE, LONG_KEYS = 0.85, 1 << 16  # of the memory's bandwidth, with at least so many keys of a rank
-TARGET_US = 12.0  # of the communication
+TARGET_SHARE, LONG_KEYS = 0.85, 1 << 16  # target fraction of the memory bandwidth from this many keys per rank on
+TARGET_US = 12.0  # target for the communication
 _BEST_LOCAL, _BEST_SEQUENCE = "best local", "best sequence"
 _INTRO = f"""## Decoding
 
-- One query token of each sequence attends to the keys and values that the ranks share. **Local** is flash_decode in a
-  group of one rank alone, on its own keys; **ours** is that of all ranks, with the merge of what each has made.
-- **Torch** is the fastest attention of torch, or of another library that could be imported, on a rank's own keys.
-  **Sequence** is the fastest of these followed by an all-gather (NCCL) and the merge in torch; which ones are named.
-- **Share** is that of the memory's bandwidth: bytes of a rank's keys and values over the time, over the rate of a large
-  copy (read and written) in the same run; from {LONG_KEYS // 1024}K keys of a rank on marked ▼ below {TARGET_SHARE}.
-- **Added** is the communication: by how much ours takes longer than local, in microseconds; ▼ above {TARGET_US:.0f}.
-- Caches took turns until more than any cache of the GPU holds had gone by. All sequences are as long as they can be.
+Attention of one query token per sequence over a KV cache that is sharded across the ranks along the sequence.
+
+- **local**: flash_decode on one rank, on its own keys. **ours**: flash_decode on all ranks, including the merge of
+  their partial results.
+- **torch**: the fastest attention kernel of torch or of another installed library, on the keys of one rank.
+  **unfused**: the fastest kernel followed by NCCL's all-gather and a merge in torch. The last columns name these
+  kernels.
+- **bandwidth**: the bytes of a rank's keys and values over the time, as a fraction of the rate of a large copy (bytes
+  read and written) in the same run. From {LONG_KEYS // 1024}K keys per rank on, values below {TARGET_SHARE} are marked
+  ▼.
+- **comm. µs**: the cost of communication, ours minus local; values above {TARGET_US:.0f} are marked ▼.
+- Calls cycled through KV caches that exceed the GPU's caches. All sequences of a batch have full length.
 """
 
 
 def text(rows, link):
-    """The section of all rows, which are those of ``flash_decode.rows``; nothing if there are none.
+    """Return the section for rows of ``flash_decode.rows``, or "" if there are none.
 
-    Args:     link: what shows a plots.Figure in the text
+    Args:
+        link: function that returns the Markdown of a plots.Figure.
     """
     found = newest_runs(rows)
     tables = [_table([found[place][keys] for keys in sorted(found[place])]) for place in sorted(found)]
@@ -33,9 +38,9 @@ def text(rows, link):
 
 
 def newest_runs(rows):
-    """{(GPU, ranks, whether in a graph, (Hq, Hkv, D), batch): {keys: {method: row}}}, of each the newest run."""
-    attending = (row for row in rows if row["method"] != "copy")  # whose rate every row has
-    return run_tables.newest(attending, _place, lambda row: row["keys"])
+    """Return {(GPU, ranks, in a graph, (Hq, Hkv, D), batch): {keys: {method: row}}} of the newest runs."""
+    no_copies = (row for row in rows if row["method"] != "copy")  # each row has the copy's rate
+    return run_tables.newest(no_copies, _place, lambda row: row["keys"])
 
 
 def _place(row):
@@ -44,34 +49,34 @@ def _place(row):
 
 
 def _table(runs):
-    """Of runs {method: row}, by keys."""
+    """Return the table of runs {method: row}, one line per number of keys."""
     row = next(iter(runs[0].values()))
     heads = f"{row['heads']} / {row['kv_heads']} heads of {row['dim']}"
     title = f"flash_decode, {heads}, batch {row['batch']}{', in CUDA graphs' * row['graph']}"
     runs = [run | _best(run, LOCAL, _BEST_LOCAL) | _best(run, SEQUENCE, _BEST_SEQUENCE) for run in runs]
-    methods = {"torch": _BEST_LOCAL, "local": "local", "sequence": _BEST_SEQUENCE, "ours": "tdkernels"}
-    more = {"share, local": lambda run: _share(run, "local"), "x torch": lambda run: _speedup(run, "local")}
+    methods = {"torch": _BEST_LOCAL, "local": "local", "unfused": _BEST_SEQUENCE, "ours": "tdkernels"}
+    more = {"bandwidth, local": lambda run: _share(run, "local"), "x torch": lambda run: _speedup(run, "local")}
     if row["num_gpus"] > 1:
         more |= {
-            "share, ours": lambda run: _share(run, "tdkernels"), "added µs": _added,
-            "x sequence": lambda run: _speedup(run, "tdkernels"),
+            "bandwidth, ours": lambda run: _share(run, "tdkernels"), "comm. µs": _added,
+            "x unfused": lambda run: _speedup(run, "tdkernels"),
         }
-    more |= {"torch is": lambda run: _which(run, _BEST_LOCAL, LOCAL)}
+    more |= {"torch kernel": lambda run: _which(run, _BEST_LOCAL, LOCAL)}
     if row["num_gpus"] > 1:
-        more |= {"sequence of": lambda run: _which(run, _BEST_SEQUENCE, SEQUENCE)}
+        more |= {"unfused kernel": lambda run: _which(run, _BEST_SEQUENCE, SEQUENCE)}
     rates = sorted(round(next(iter(run.values()))["copy_gbps"]) for run in runs)
-    what = f"By the keys of a rank; a copy reaches {rates[0]} to {rates[-1]} GB/s"
-    first = {"keys": lambda run: in_words(next(iter(run.values()))["keys"])}
+    what = f"Milliseconds by keys per rank; copy rate {rates[0]} to {rates[-1]} GB/s"
+    first = {"keys": lambda run: format_count(next(iter(run.values()))["keys"])}
     return run_tables.table(title, what, runs, first, methods, more)
 
 
-def in_words(keys):
-    """65536 is 64K."""
-    return str(keys) if keys % 1024 else f"{keys // 1024}K"
+def format_count(count):
+    """Return a number as text: 64K for 65536."""
+    return str(count) if count % 1024 else f"{count // 1024}K"
 
 
 def _best(run, prefix, name):
-    """{name: the row of the fastest method with this beginning}, empty if there is none."""
+    """Return {name: row of the fastest method with this prefix}, empty if there is none."""
     rows = [row for method, row in run.items() if method.startswith(prefix) and row["ms"]]
     return {name: min(rows, key=lambda row: row["ms"])} if rows else {}
 

@@ -1,4 +1,4 @@
-"""Sizes of what is divided along the sequence: attention, and the products round it of Ulysses."""
+"""Problem sizes of the sequence-parallel operators: ag_attention and the Ulysses projections."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from bench.dense.shapes import Shape
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Causal attention of so many tokens of all ranks, one sequence."""
+    """Causal attention over one sequence; ``tokens`` is the total over all ranks."""
 
     tokens: int
     heads: int
@@ -24,26 +24,27 @@ ATTENTION_TOKENS = (8192, 32768, 65536, 131072)
 ULYSSES_TOKENS = (8192, 32768)
 _HEADS = {"h32-kv8": (32, 8), "h32-kv32": (32, 32)}
 # {operator: {name: (N, K)}}: 32 / 8 and 64 / 8 heads of 128.
-_PRODUCTS = {
+_GEMMS = {
     "ulysses_qkv": {"hidden-4096": (6144, 4096), "hidden-8192": (10240, 8192)},
     "ulysses_out": {"hidden-4096": (4096, 4096), "hidden-8192": (8192, 8192)},
 }
-_FORMS = {"ag_attention": "SxHqxHkvxD", **dict.fromkeys(_PRODUCTS, "MxNxK")}
+_FORMS = {"ag_attention": "SxHqxHkvxD", **dict.fromkeys(_GEMMS, "MxNxK")}
 REHEARSAL = {
     "ag_attention": [AttentionShape(32, 4, 2, 16, "rehearsal")],
-    **{operator: [Shape(32, 32, 64, "rehearsal")] for operator in _PRODUCTS},
+    **{operator: [Shape(32, 32, 64, "rehearsal")] for operator in _GEMMS},
 }
 
 
 def parse(text, tokens, operators):
-    """{operator: shapes} of names and sizes with ',' between them; all of the operators' if there is no text.
+    """Parse comma-separated names and sizes. Return {operator: shapes}; without text all shapes of the operators.
 
-    Args:     tokens: how many the named ones have, by turns, or None
+    Args:
+        tokens: token counts for the named shapes, or None for their default counts.
     """
-    words = text.split(",") if text else [*_HEADS, *_PRODUCTS["ulysses_qkv"]]
+    words = text.split(",") if text else [*_HEADS, *_GEMMS["ulysses_qkv"]]
     found = {operator: [] for operator in operators}
     for word in words:
-        chosen = {operator: _of(operator, word, tokens) for operator in operators}
+        chosen = {operator: _parse_word(operator, word, tokens) for operator in operators}
         if text and not any(chosen.values()):
             raise ValueError(
                 f"--shapes of {', '.join(operators)}: {word!r} is neither "
@@ -56,11 +57,11 @@ def parse(text, tokens, operators):
 
 
 def _names(operator):
-    return _HEADS if operator == "ag_attention" else _PRODUCTS[operator]
+    return _HEADS if operator == "ag_attention" else _GEMMS[operator]
 
 
-def _of(operator, word, tokens):
-    """The shapes of an operator that a word means, if any."""
+def _parse_word(operator, word, tokens):
+    """Return the shapes of an operator for a name or a size; empty if there are none."""
     sizes = _names(operator).get(word)
     given = [int(size) for size in word.split("x")] if re.fullmatch(r"([1-9]\d*x)+[1-9]\d*", word) else []
     if operator == "ag_attention":

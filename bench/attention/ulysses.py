@@ -1,15 +1,15 @@
-"""The projections of Ulysses against cuBLAS alone, NCCL's all-to-all alone, and one after the other with permutes.
+"""Benchmark the Ulysses projections against cuBLAS, NCCL's all-to-all, and both without overlap.
 
     python -m tdkernels bench ulysses_qkv ulysses_out --backward [--tokens 8192] [--shapes hidden-4096,MxNxK]
 
-    gemm          cuBLAS alone, on operands that lie ready
-    collective    all_to_all_single alone, of parts that lie ready
-    sequence      both, with the permutes that a user would write
-    tdkernels     a call as it comes
+    gemm          cuBLAS alone, on already exchanged operands
+    collective    all_to_all_single alone, on already permuted operands
+    sequence      the unfused baseline: both, with the permutes that a user would write
+    tdkernels     the operator with its default arguments
 
-One sequence of M positions, both passes of a problem in one run. The backward gives the gradients of the rows and of
-the weight; for that of ulysses_out both ways have kept what was gathered for the forward. As the sequence does not pay
-for autograd, ours are the ops themselves.
+One sequence of M positions; both passes of a problem are measured in one run. The backward computes the gradients of
+the input and of the weight. For ulysses_out both the baseline and tdkernels reuse the input that the forward gathered.
+tdkernels runs the torch ops directly, because the baseline has no autograd overhead either.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from tdkernels.ops.common.config import as_argument
 from tdkernels.symm import resolve_group
 
 OPERATORS = ["ulysses_qkv", "ulysses_out"]
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator and shape to measure on ``ranks`` ranks."""
+    """One benchmark case: an operator and a shape on ``ranks`` ranks."""
 
     operator: str
     shape: Shape
@@ -54,27 +54,27 @@ class Case:
 
     @property
     def divided(self):
-        """The size of which a rank has so many heads."""
+        """The dimension that is divided between the ranks by heads."""
         return self.shape.n if self.operator == "ulysses_qkv" else self.shape.k
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         for name, size in (("M", self.shape.m), ("NK"[self.operator == "ulysses_out"], self.divided)):
             if size % self.ranks:
                 return f"{name} = {size} is not divisible by {self.ranks} ranks"
         return "one rank has nothing to exchange" if self.ranks == 1 else None
 
     def flops(self, part):
-        """Of a rank."""
-        product = 2 * self.shape.m * self.shape.n * self.shape.k // self.ranks
-        return product if part == "forward" else 2 * product
+        """FLOP per rank."""
+        gemm = 2 * self.shape.m * self.shape.n * self.shape.k // self.ranks
+        return gemm if part == "forward" else 2 * gemm
 
     def wire_bytes(self, part):
-        """What a GPU receives from its peers."""
+        """Bytes that a GPU receives from its peers."""
         return self.shape.m * self.divided * DTYPE.itemsize * (self.ranks - 1) // self.ranks**2
 
     def inputs(self, seed):
-        """This rank's operands; others for another seed. Only weights are the same on all ranks."""
+        """Return this rank's operands, drawn with ``seed``. Only the weights are the same on all ranks."""
         shape, ranks, device = self.shape, self.ranks, rank_device()
 
         def draw(seed, *sizes):
@@ -83,23 +83,23 @@ class Case:
 
         own = 1000 + 2 * (seed * ranks + dist.get_rank())
         s = SimpleNamespace(weight=draw(seed, shape.n, shape.k).mul_(shape.k**-0.5))
-        of_heads, of_positions = (shape.m, self.divided // ranks), shape.m // ranks
+        heads_shard, positions = (shape.m, self.divided // ranks), shape.m // ranks
         if self.operator == "ulysses_qkv":
-            s.x, s.dy = draw(own, of_positions, shape.k), draw(own + 1, *of_heads)
+            s.x, s.dy = draw(own, positions, shape.k), draw(own + 1, *heads_shard)
         else:
-            s.x, s.dy = draw(own, *of_heads), draw(own + 1, of_positions, shape.n)
-        s.parts = draw(own, ranks, of_positions, self.divided // ranks)
+            s.x, s.dy = draw(own, *heads_shard), draw(own + 1, positions, shape.n)
+        s.parts = draw(own, ranks, positions, self.divided // ranks)
         s.rows = _to_positions(s.dy if self.operator == "ulysses_qkv" else s.x, 1, None)  # gathered
         return s
 
 
 def cases(operators, shapes, ranks, backward):
-    """The cases of a run; ``shapes``: {operator: shapes}."""
+    """Yield the cases of a run; ``shapes``: {operator: shapes}."""
     for operator in operators:
         yield from (Case(operator, shape, ranks, backward) for shape in shapes[operator])
 
 
-# ---- methods: of operands (x, weight), or of these and dy; x is [positions or all of them, ·] ----
+# ---- methods: functions of an operand set with x, weight and, in the backward, dy ----
 
 
 def _qkv(s):
@@ -123,7 +123,7 @@ _SEQUENCES = {
     ("ulysses_qkv", "forward"): _qkv, ("ulysses_qkv", "backward"): _qkv_backward,
     ("ulysses_out", "forward"): _out, ("ulysses_out", "backward"): _out_backward,
 }
-_PRODUCTS = {
+_GEMMS = {
     ("ulysses_qkv", "forward"): lambda s: F.linear(s.x, s.weight),
     ("ulysses_qkv", "backward"): lambda s: (s.rows @ s.weight, s.rows.t() @ s.x),
     ("ulysses_out", "forward"): lambda s: F.linear(s.rows, s.weight),
@@ -138,7 +138,7 @@ def _exchange(s):
 
 
 def _ours(case, part, config):
-    """The Method of ours in a config, None for a call as it comes."""
+    """Return the Method of tdkernels; ``config`` None uses the selected config."""
     call = 1, resolve_group().group_name, as_argument(config)
     ops = torch.ops.tdkernels
 
@@ -152,25 +152,25 @@ def _ours(case, part, config):
         return ops.ulysses_out_backward(s.dy, s.weight, *call), s.dy.t() @ s.rows
 
     backward = qkv_backward if case.operator == "ulysses_qkv" else out_backward
-    return Method(forward if part == "forward" else backward, _as_it_is, config=config)
+    return Method(forward if part == "forward" else backward, _identity, config=config)
 
 
-def _as_it_is(outputs):
+def _identity(outputs):
     return outputs
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """As ``measure.measure``, of methods (part, name)."""
+    """Check and time all methods of a case. See ``multi_method.measure``."""
     sets = _input_sets(case)
     return multi_method.measure(
         case.parts, sets, plan,
         methods_of=lambda part: _methods(case, part, plan),
-        alone_of=lambda part: {"gemm": _PRODUCTS[case.operator, part], "collective": _exchange},
-        references_of=lambda part: _references(case, part, sets[:2]),  # two: our workspaces have two halves
+        alone_of=lambda part: {"gemm": _GEMMS[case.operator, part], "collective": _exchange},
+        references_of=lambda part: _references(case, part, sets[:2]),  # two, because workspaces are double-buffered
         config_of=lambda part: _config(case, part),
     )
 
@@ -183,16 +183,16 @@ def _input_sets(case):
 
 
 def _methods(case, part, plan):
-    """({name: Method}, {name: why it is absent})."""
-    methods = {"sequence": Method(_SEQUENCES[case.operator, part], _as_it_is), "tdkernels": _ours(case, part, None)}
-    tries, absent = multi_method.overridden(
+    """Return ({name: Method}, {name: reason for absence})."""
+    methods = {"sequence": Method(_SEQUENCES[case.operator, part], _identity), "tdkernels": _ours(case, part, None)}
+    overrides, absent = multi_method.overridden(
         plan, _default_config(case, part), _override, lambda config: _ours(case, part, config)
     )
-    return methods | tries, absent
+    return methods | overrides, absent
 
 
 def _config(case, part):
-    """What a call without one takes; the backward of each is a call of the other."""
+    """Return the selected config. The backward of each operator runs the kernel of the other."""
     if case.ranks == 1:
         return _default_config(case, part)
     m, n, k = case.shape.m, case.shape.n, case.shape.k
@@ -209,7 +209,7 @@ def _default_config(case, part):
 
 
 def _references(case, part, sets):
-    """Per set it, the results in fp32, and how far off NCCL and cuBLAS are in the dtype."""
+    """Return [(operands, fp32 results, errors of NCCL + cuBLAS in the operands' dtype)], one entry per input set."""
     sequence = _SEQUENCES[case.operator, part]
     found = []
     for s in sets:
@@ -218,11 +218,11 @@ def _references(case, part, sets):
     return found
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a part and method: what was measured and what follows from it."""
+    """Return one row per part and method, with the measured times and the derived values."""
     shape = case.shape
     common = {
         "op": case.operator, "what": "ulysses", "shape": str(shape), "name": shape.name,

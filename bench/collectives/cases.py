@@ -1,7 +1,7 @@
-"""The collectives alone against NCCL and torch's own on symmetric memory, by the size of the message.
+"""Benchmark the collectives against NCCL and torch's symmetric-memory all-reduce, by message size.
 
-A message is the full tensor, as in nccl-tests: what all_gather gives, what reduce_scatter takes, what all_reduce sums.
-The floor is what a GPU receives at least, over the best rate of a link.
+The message is the full tensor, as in nccl-tests: the output of all_gather, the input of reduce_scatter and all_reduce.
+The floor is the minimum number of bytes received per GPU over the best rate of a link.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ SIZES = [1 << exponent for exponent in range(10, 29, 2)]  # 1 KiB … 256 MiB
 REHEARSAL_SIZES = [1 << 10, 1 << 14]
 PEERS = ("torch-symm-one-shot", "torch-symm-two-shot")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
 
 
 def parse(text):
-    """Bytes of 4K, 1M and the like, with ',' between them."""
+    """Parse comma-separated sizes such as 4K,1M into bytes."""
     sizes = []
     for word in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)([KMG]?)", word)
@@ -42,53 +42,53 @@ def parse(text):
     return list(dict.fromkeys(sizes))
 
 
-def in_words(nbytes):
-    """4096 is 4K."""
+def format_size(nbytes):
+    """Return a size as text: 4K for 4096."""
     unit = max((unit for unit, shift in _UNITS.items() if nbytes % (1 << shift) == 0), key=_UNITS.get)
     return f"{nbytes >> _UNITS[unit]}{unit}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a collective of a message of ``nbytes`` on ``ranks`` ranks."""
+    """One benchmark case: a collective with a message of ``nbytes`` on ``ranks`` ranks."""
 
     operator: str
     nbytes: int
     ranks: int
 
     def __str__(self):
-        return f"{self.operator} {in_words(self.nbytes)}"
+        return f"{self.operator} {format_size(self.nbytes)}"
 
     @property
     def wire_bytes(self):
-        """What a GPU receives from its peers at least."""
+        """Minimum number of bytes that a GPU receives from its peers."""
         return self.nbytes * (self.ranks - 1) // self.ranks * (2 if self.operator == "all_reduce" else 1)
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         multiple = DTYPE.itemsize * (1 if self.operator == "all_reduce" else self.ranks)
         return f"{self.nbytes} bytes are no multiple of {multiple}" if self.nbytes % multiple else None
 
     def inputs(self, seed):
-        """This rank's x; another for another seed."""
+        """Return this rank's x, drawn with ``seed``."""
         generator = torch.Generator(rank_device()).manual_seed(seed * self.ranks + dist.get_rank())
         count = self.nbytes // DTYPE.itemsize // (self.ranks if self.operator == "all_gather" else 1)
         return SimpleNamespace(x=torch.randn(count, generator=generator, dtype=DTYPE, device=rank_device()))
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """As ``measure.measure``: [(method, whether in a CUDA graph, its times with "config", or {"absent": why})]."""
+    """Check and time all methods of a case. Returns the same as ``bench.core.measure.measure``."""
     count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // case.nbytes)))
     sets = [case.inputs(seed) for seed in range(count)]
     methods, configs, absent = _methods(case, plan)
-    references = _references(case, sets[:2])  # two: our workspaces have two halves
+    references = _references(case, sets[:2])  # two, because workspaces are double-buffered
     for name in list(methods):
         _, checked = methods[name]
-        reason = harness.why_it_fails(checked, sets[0]) or harness.why_it_is_wrong(checked, references)
+        reason = harness.failure_reason(checked, sets[0]) or harness.mismatch_reason(checked, references)
         if reason and name.startswith("tdkernels"):
             raise RuntimeError(f"{name}: {reason}")
         if reason:
@@ -106,7 +106,7 @@ def measure(case, plan):
 
 
 def _references(case, sets):
-    """As ``measure._references``."""
+    """Return references in the form of ``measure._references``."""
     reference = getattr(tdkernels, f"{case.operator}_ref")
     found = []
     for s in sets:
@@ -116,7 +116,7 @@ def _references(case, sets):
 
 
 def _methods(case, plan):
-    """({name: (call to be timed, call to be checked)}, {name: config}, {name: why it is absent})."""
+    """Return ({name: (call to time, call to check)}, {name: config}, {name: reason for absence})."""
     ours = getattr(tdkernels, case.operator)
     methods, configs, absent = {"nccl": _nccl(case), "tdkernels": (lambda s: ours(s.x),) * 2}, {}, {}
     for name in (name for name in PEERS if name in plan.peers and case.operator == "all_reduce"):
@@ -127,7 +127,7 @@ def _methods(case, plan):
                 absent[name] = f"{type(err).__name__}: {err}".splitlines()[0]
         else:
             absent[name] = "torch's symmetric memory needs GPUs"
-        if harness.slowest([name in absent])[0]:  # on any rank: all of them go on with the same peers
+        if harness.slowest([name in absent])[0]:  # failed on some rank: all ranks must measure the same peers
             methods.pop(name, None)
             absent.setdefault(name, "failed on another rank")
 
@@ -152,13 +152,13 @@ def _nccl(case):
         return (lambda s: all_gather_rows(s.x),) * 2
     if case.operator == "reduce_scatter":
         return (lambda s: reduce_scatter_rows(s.x),) * 2
-    # In place, without a copy; it is summed again and again, and anything but zeros would overflow.
+    # In place, without a copy. The sum is repeated; values other than zero would overflow.
     zeros = torch.zeros(case.nbytes // DTYPE.itemsize, dtype=DTYPE, device=rank_device())
     return lambda s: dist.all_reduce(zeros), lambda s: tdkernels.all_reduce_ref(s.x)
 
 
 def _torch_symm(case, name):
-    """torch's own kernels on a tensor that is in symmetric memory already, so that they need not bring it there."""
+    """Use torch's kernels on a tensor that is already in symmetric memory, so that no copy into it is timed."""
     group = dist.group.WORLD.group_name
     buffer = symm_mem.empty(case.nbytes // DTYPE.itemsize, dtype=DTYPE, device=rank_device())
     symm_mem.rendezvous(buffer, group)
@@ -172,7 +172,7 @@ def _torch_symm(case, name):
         buffer.copy_(s.x)
         result = call(s).clone()
         torch.cuda.synchronize()
-        dist.barrier()  # a peer may still read what is overwritten now
+        dist.barrier()  # peers may still read the buffer, which is overwritten next
         buffer.zero_()
         torch.cuda.synchronize()
         dist.barrier()
@@ -181,11 +181,11 @@ def _torch_symm(case, name):
     return call, checked
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a method: what was measured and what follows from it."""
+    """Return one row per method, with the measured times and the derived values."""
     nccl = {graph: times.get("ms") for method, graph, times in found if method == "nccl"}
     floor_ms = case.wire_bytes / link_gbps / 1e6 if link_gbps else None
     table = []
@@ -193,7 +193,7 @@ def rows(case, found, link_gbps):
         ms = times.get("ms")
         table.append({
             "op": case.operator, "what": "collective", "pass": "forward", "bytes": case.nbytes,
-            "shape": in_words(case.nbytes), "name": "", "dtype": str(DTYPE).removeprefix("torch."),
+            "shape": format_size(case.nbytes), "name": "", "dtype": str(DTYPE).removeprefix("torch."),
             "method": method, "graph": graph, "absent": times.get("absent"),
             "ms": ms, "host_ms": times.get("host_ms"), "burst": times.get("burst"), "tflops": None,
             "wire_gbps": case.wire_bytes / ms / 1e6 if ms else None,

@@ -1,6 +1,6 @@
-"""Plots of the collectives alone: microseconds against the bytes of the message, one panel an operator."""
+"""Plots of the collectives: microseconds over message size, one panel per operator."""
 
-from bench.collectives.cases import PEERS, in_words
+from bench.collectives.cases import PEERS, format_size
 from bench.report.plots import Figure, short
 
 _STYLES = {"nccl": ("NCCL", "#e08214", "-"), "tdkernels": ("ours", "#2166ac", "-")}
@@ -8,7 +8,7 @@ _PEER_COLOURS = ("#7fbc41", "#8c6bb1", "#b35806")
 
 
 def figures(newest):
-    """One for each machine, eager or in CUDA graphs; ``newest``: see ``collective_report.newest_runs``."""
+    """Return one figure per machine and mode (eager or CUDA graph); ``newest``: see ``report.newest_runs``."""
     found = []
     for gpu, ranks, graph in sorted({(gpu, ranks, graph) for gpu, ranks, _, graph in newest}):
         operators = sorted({place[2] for place in newest if (*place[:2], place[3]) == (gpu, ranks, graph)})
@@ -16,8 +16,8 @@ def figures(newest):
         name = short(gpu)
         multicast = next(iter(next(iter(runs.values())).values()))["nccl"]["multicast"]
         caption = (
-            f"Collectives alone, {ranks} x {gpu}{', in CUDA graphs' if graph else ''}; multicast {multicast}; "
-            "dotted: bytes on the wire over the best link rate"
+            f"Collectives, {ranks} x {gpu}{', in CUDA graphs' if graph else ''}; multicast {multicast}; "
+            "dotted: transfer time at the best link rate"
         )
         file = f"collectives-{name}x{ranks}{'-graph' if graph else ''}.png"
         found.append(Figure(file, caption, None, runs, _panels))
@@ -35,15 +35,15 @@ def _panels(canvas, runs):
                 axis.plot(*zip(*points, strict=True), line, marker="o", markersize=3, color=colour, label=label)
         lowest = min(row["ms"] for run in by_bytes.values() for row in _rows(run))
         floors = [(size, by_bytes[size]["nccl"]["floor_ms"]) for size in sizes]
-        reached = [(size, ms * 1e3) for size, ms in floors if ms and ms > lowest / 3]  # elsewhere it says nothing
+        reached = [(size, ms * 1e3) for size, ms in floors if ms and ms > lowest / 3]  # omitted far below the times
         if reached:
-            axis.plot(*zip(*reached, strict=True), ":", color="#777777", label="the wire")
+            axis.plot(*zip(*reached, strict=True), ":", color="#777777", label="transfer floor")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(sizes, [in_words(size) for size in sizes], rotation=45)
+        axis.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45)
         axis.minorticks_off()
         axis.set_title(operator)
-        axis.set_xlabel("bytes of the full tensor")
+        axis.set_xlabel("message size (bytes of the full tensor)")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("microseconds")

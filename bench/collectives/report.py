@@ -1,29 +1,31 @@
-"""Tables of the collectives alone, a part of the report: microseconds by the size of the message."""
+"""Report section of the collectives: tables of microseconds by message size."""
 
 from bench.collectives import plots
-from bench.collectives.cases import PEERS, in_words
+from bench.collectives.cases import PEERS, format_size
 
 _OURS = ("tdkernels", "tdkernels-default")
-_HEAD = """### {operator} alone{graph}, {ranks} x {gpu}
+_HEAD = """### {operator}{graph}, {ranks} x {gpu}
 
-Microseconds by the bytes of the full tensor (bf16); ours by exchange, "tdkernels" as a call comes. {date}, revision
-{git}; torch {torch}, triton {triton}, NCCL {nccl}; NVLink multicast {multicast}; best link rate {link}.
+Microseconds by message size, the bytes of the full bf16 tensor. "Ours" uses the best known config, "ours, heuristic"
+the heuristic config; the other columns of ours name the algorithm. {date}, revision {git}; torch {torch}, triton
+{triton}, NCCL {nccl}; NVLink multicast {multicast}; best link rate {link}.
 """
 
 
 def text(rows, link):
-    """The section of all rows, which are those of ``collectives.rows``; nothing if there are none.
+    """Return the section for rows of ``cases.rows``, or "" if there are none.
 
-    Args:     link: what shows a plots.Figure in the text
+    Args:
+        link: function that returns the Markdown of a plots.Figure.
     """
     newest = newest_runs(rows)
     tables = [_table(place, newest[place]) for place in sorted(newest)]
     pictures = [link(figure) for figure in plots.figures(newest)]
-    return "\n".join(["## Collectives alone\n", *pictures, *tables]) if tables else ""
+    return "\n".join(["## Collectives\n", *pictures, *tables]) if tables else ""
 
 
 def newest_runs(rows):
-    """{(GPU, ranks, operator, whether in a graph): {bytes: {method: row, and "date"}}}, of each size the newest run."""
+    """Return {(GPU, ranks, operator, in a graph): {bytes: {method: row, "date": date}}} of the newest runs."""
     newest = {}
     for row in rows:
         place = row["gpu"], row["num_gpus"], row["op"], row["graph"]
@@ -40,12 +42,13 @@ def _table(place, runs):
     gpu, ranks, operator, graph = place
     settings = runs[max(runs)]["nccl"]
     methods = _in_order({name for run in runs.values() for name in run if name != "date"})
-    lines = [["bytes", *methods, "ours over nccl", "efficiency"], ["---"] + ["---:"] * (len(methods) + 2)]
+    titles = [_title(name) for name in methods]
+    lines = [["bytes", *titles, "x NCCL", "efficiency"], ["---"] + ["---:"] * (len(methods) + 2)]
     for nbytes in sorted(runs):
         run = runs[nbytes]
         cells = [_us(run.get(name)) for name in methods]
         ours = run.get("tdkernels", {})
-        lines.append([in_words(nbytes), *cells, _factor(ours.get("speedup")), _share(ours.get("efficiency"))])
+        lines.append([format_size(nbytes), *cells, _factor(ours.get("speedup")), _share(ours.get("efficiency"))])
     link = f"{settings['link_gbps']:.0f} GB/s each way" if settings["link_gbps"] else "unknown"
     head = _HEAD.format(
         operator=operator, graph=", in a CUDA graph" if graph else "", ranks=ranks, gpu=gpu, date=settings["date"][:10],
@@ -55,8 +58,16 @@ def _table(place, runs):
     return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
+def _title(method):
+    """Return the column title of a method as stored in rows."""
+    kind, _, variant = method.partition("-")
+    if kind != "tdkernels":
+        return "NCCL" if method == "nccl" else method
+    return f"ours, {'heuristic' if variant == 'default' else variant}" if variant else "ours"
+
+
 def _in_order(names):
-    """NCCL, other libraries, ours; tries of other configs are not shown."""
+    """Order the columns: NCCL, other libraries, tdkernels. Config overrides are not shown."""
     shown = [name for name in names if "{" not in name]
     first = ["nccl", *PEERS, *_OURS]
     return sorted(shown, key=lambda name: (first.index(name) if name in first else len(first), name))

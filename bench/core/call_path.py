@@ -1,9 +1,9 @@
-"""Count the Python that a call of each operator runs on the host: ``python -m bench.core.call_path``.
+"""Count the Python functions that each operator executes per call: ``python -m bench.core.call_path``.
 
-Two CPU ranks make the same call without gradients several times. For the first call and for the fifth, rank 0 counts
-the files of ``tdkernels/`` that are entered, the changes from one file to another (by calls and by returns), and the
-functions of ``tdkernels/`` that are called. Kernels, which the interpreter runs here, are not counted. A GPU adds
-stream handling and Triton's launcher.
+Two CPU ranks make the same call without gradients several times. For the first and the fifth call, rank 0 counts the
+files of ``tdkernels/`` that are entered, the transitions from one file to another (by call or return), and the calls
+of functions of ``tdkernels/``. Kernels are interpreted on the CPU and are not counted. On a GPU, stream handling and
+Triton's launcher are added.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _STEADY = 5  # the call that counts as steady
 
 
 class Counter:
-    """Counts what is called while it is installed with ``sys.setprofile``."""
+    """Profile function for ``sys.setprofile`` that counts the calls into tdkernels."""
 
     def __init__(self):
         self.files, self.changes, self.calls = set(), 0, 0
-        self._stack = []  # files of the functions of ours that are running
+        self._stack = []  # files of the tdkernels functions on the call stack
 
     def __call__(self, frame, event, _):
         file = frame.f_code.co_filename
@@ -63,7 +63,7 @@ def kernels_not_counted():
 
 
 def _operands(device):
-    """The operands of all calls, by name, in a rank."""
+    """Return the operands of all calls on this rank, by name."""
     rank, bf16 = dist.get_rank(), torch.bfloat16
     draw = lambda *shape, dtype=bf16: torch.randn(*shape).to(device, dtype)  # noqa: E731
     make = lambda data: torch.tensor(data, dtype=torch.int32, device=device)  # noqa: E731
@@ -76,7 +76,7 @@ def _operands(device):
 
 
 def calls(device="cpu"):
-    """{name: a function that makes the call}, in a rank."""
+    """Return {name: a function that makes the call} for this rank."""
     given = _operands(device)
     x, weight, cache, rows = given["x"], given["weight"], given["cache"], given["rows"]
     tokens, ids, weights = given["tokens"], given["ids"], given["weights"]
@@ -103,13 +103,13 @@ def calls(device="cpu"):
 
 
 def training_calls(device="cpu"):
-    """{name: a function that makes a forward and a backward pass}, in a rank."""
+    """Return {name: a function that runs a forward and a backward pass} for this rank."""
     given = _operands(device)
     x, weight, rows = (given[name].requires_grad_() for name in ("x", "weight", "rows"))
     layer = [given[name].requires_grad_() for name in ("tokens", "weights", "gate_up", "down")]
     tokens, weights, *experts = layer
     ids, ids_of_slices = given["ids"], given["ids"] % 2
-    of_experts = lambda: tdkernels.ep_moe(tokens, ids, weights, *experts, num_experts=4)  # noqa: E731
+    call_ep_moe = lambda: tdkernels.ep_moe(tokens, ids, weights, *experts, num_experts=4)  # noqa: E731
 
     def step(call, operands):
         y = call()
@@ -119,12 +119,12 @@ def training_calls(device="cpu"):
         "ag_gemm, training": lambda: step(lambda: tdkernels.ag_gemm(x, weight), [x, weight]),
         "ag_attention, training": lambda: step(lambda: tdkernels.ag_attention(rows, rows, rows), [rows]),
         "tp_moe, training": lambda: step(lambda: tdkernels.tp_moe(tokens, ids_of_slices, weights, *experts), layer),
-        "ep_moe, training": lambda: step(of_experts, layer),
+        "ep_moe, training": lambda: step(call_ep_moe, layer),
     }
 
 
 def measure():
-    """In a rank: {operator: (Counter of the first call, Counter of a steady one)}."""
+    """Return {operator: (Counter of the first call, Counter of a steady call)} on this rank."""
     found = {}
     with torch.no_grad(), tdkernels.autotune.mode("off"), kernels_not_counted():
         for name, call in calls().items():
@@ -142,7 +142,7 @@ def measure():
 
 def main():
     found = run_ranks(2, measure, device="cpu")[0]
-    print("| operator | first call: files, changes, calls | steady call: files, changes, calls |\n|---|---|---|")
+    print("| operator | first: files, changes, calls | steady: files, changes, calls |\n|---|---|---|")
     for name, counters in found.items():
         print(f"| {name} | " + " | ".join(f"{len(c.files)}, {c.changes}, {c.calls}" for c in counters) + " |")
 

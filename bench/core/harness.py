@@ -1,8 +1,8 @@
-"""What every benchmark needs on its ranks: a check of what is about to be timed, interleaved timing, the link rate.
+"""Measurement primitives that run on the ranks: correctness checks, interleaved timing and the link rate.
 
-Times of different minutes do not compare, since clocks and the power limit move them by several per cent. So all
-methods of a shape take turns: in each round each of them runs a burst of calls. A rank's time is its median over the
-rounds, and the slowest rank's time counts.
+Times measured minutes apart are not comparable, because clocks and the power limit change them by several per cent.
+All methods of a shape are therefore interleaved: in each round, each method runs one burst of calls. The time of a rank
+is its median over the rounds, and the reported time is the maximum over the ranks.
 """
 
 import functools
@@ -20,14 +20,14 @@ from tdkernels.launch import rank_device
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
-# NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
+# NVLink multicast is off in all measurements. Ranks inherit these variables from the process that starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 
 def measurement(measure):
-    """Wrap what measures a case on the ranks: without gradients, and what it allocated is free afterwards.
+    """Decorate the function that measures a case on the ranks: disable gradients, and empty torch's cache afterwards.
 
-    Symmetric memory does not come from torch's allocator.
+    Symmetric memory is not allocated by torch's allocator and needs the freed memory.
     """
 
     @functools.wraps(measure)
@@ -42,14 +42,14 @@ def measurement(measure):
 
 
 def machine():
-    """The device, its driver and the versions, as every row says them."""
+    """Return the device, driver and library versions that are stored in each row."""
     import triton
 
     on_gpu = rank_device().type == "cuda"
     gpu = torch.cuda.get_device_name() if on_gpu else "cpu"
     nodes = group_state(resolve_group(None)).topology.num_nodes
     return {
-        # Their rows are told from those of one node wherever a machine is named.
+        # The name distinguishes rows of simulated nodes from rows of one node.
         "gpu": gpu if nodes == 1 else f"{gpu} on {nodes} simulated nodes",
         "num_gpus": dist.get_world_size(),
         "driver": _driver() if on_gpu else None,
@@ -63,31 +63,32 @@ def machine():
 def _driver():
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return answer.splitlines()[0].strip() if answer.strip() else "unknown"
+    return output.splitlines()[0].strip() if output.strip() else "unknown"
 
 
-# ---- The ranks agree. ----
+# ---- reductions over the ranks ----
 
 
-def _reduced(values, op):
-    """Per entry the largest (MAX) or smallest (MIN) over all ranks."""
+def _all_reduce(values, op):
+    """Reduce each value over all ranks."""
     values = torch.tensor(values, dtype=torch.float64, device=rank_device())
     dist.all_reduce(values, op=op)
     return values.tolist()
 
 
 def slowest(values):
-    return _reduced(values, dist.ReduceOp.MAX)
+    """Return the maximum of each value over all ranks."""
+    return _all_reduce(values, dist.ReduceOp.MAX)
 
 
-# ---- Checks ----
+# ---- correctness checks ----
 
 
-def why_it_fails(call, inputs):
-    """None if one call works on every rank; else what this rank says about it, or that another one failed."""
+def failure_reason(call, inputs):
+    """Make one call. Return None if it succeeds on all ranks, else the error of this rank or of another rank."""
     reason = None
     try:
         call(inputs)
@@ -99,20 +100,25 @@ def why_it_fails(call, inputs):
 
 
 def errors(outputs, exact):
-    """Relative Frobenius errors, one an output, of the rank that is furthest off; infinite for NaN."""
+    """Return the relative Frobenius error of each output, the maximum over the ranks; infinite for NaN."""
     found = []
-    for output, wanted in zip(_as_tuple(outputs), _as_tuple(exact), strict=True):
-        error = ((output - wanted).norm() / wanted.norm()).item() if output.shape == wanted.shape else float("inf")
+    for output, expected in zip(_as_tuple(outputs), _as_tuple(exact), strict=True):
+        same_shape = output.shape == expected.shape
+        error = ((output - expected).norm() / expected.norm()).item() if same_shape else float("inf")
         found.append(error if error == error else float("inf"))
     return slowest(found)
 
 
-def why_it_is_wrong(call, references):
-    """None if the call is at most twice as far off as plain torch; references: (inputs, exact outputs, its errors)."""
+def mismatch_reason(call, references):
+    """Compare a call with its references. Return None if its errors are at most twice the errors of plain torch.
+
+    Args:
+        references: [(inputs, exact outputs, errors of plain torch)].
+    """
     for inputs, exact, allowed in references:
         got = errors(call(inputs), exact)
         if any(error > 2 * plain for error, plain in zip(got, allowed, strict=True)):
-            return f"wrong: relative errors {got}, those of torch + NCCL {allowed}"
+            return f"wrong: relative errors {got}, torch + NCCL has {allowed}"
     return None
 
 
@@ -120,21 +126,24 @@ def _as_tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-# ---- Times ----
+# ---- timing ----
 
 
 def time_methods(methods, input_sets, rounds, burst_ms):
-    """Per name of ``methods``: ms of a call, ms the host takes to launch it, and calls in a burst.
+    """Time methods, interleaved in random order. Return {name: {"ms", "host_ms", "burst"}}.
 
-    Args:     methods: {name: call}, where call(inputs) is one call on one of ``input_sets``, which take turns, or a
-              graphs.Captured, which has its own
-              burst_ms: about how long a burst lasts; 0: one call
+    "ms" is the device time of a call, "host_ms" the host time of its launch, "burst" the number of calls in a burst.
+
+    Args:
+        methods: {name: call}. call(inputs) makes one call; bursts cycle through ``input_sets``. A graphs.Captured
+            replays its own inputs.
+        burst_ms: approximate length of a burst; 0 means one call.
     """
     bursts = {name: _calls_for(call, input_sets, burst_ms) for name, call in methods.items()}
     times = {name: [] for name in methods}
     names = list(methods)
-    # In another order each round, the same on all ranks: a GPU at its power limit is faster after a method that let it
-    # rest, so that in a fixed order each method would owe something to the one before.
+    # A new order in each round, the same on all ranks. A GPU at its power limit is faster after a method that left it
+    # partly idle, so a fixed order would bias each method by its predecessor.
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
@@ -142,16 +151,16 @@ def time_methods(methods, input_sets, rounds, burst_ms):
     found = {}
     for name in names:
         device_ms, host_ms = slowest([statistics.median(column) for column in zip(*times[name], strict=True)])
-        calls = getattr(methods[name], "calls", 1)  # of one replay, if it is a graph
+        calls = getattr(methods[name], "calls", 1)  # calls per replay of a graph
         found[name] = {"ms": device_ms / calls, "host_ms": host_ms / calls, "burst": bursts[name] * calls}
     return found
 
 
 def _calls_for(call, input_sets, burst_ms):
-    """How many calls fill a burst; the same on all ranks. One if a burst has no length, or a call is longer."""
+    """Return the number of calls in a burst, the same on all ranks; 1 if ``burst_ms`` is 0 or a call is longer."""
     if not burst_ms:
         return 1
-    _burst(call, input_sets, 1)  # a first call may do more than the others
+    _burst(call, input_sets, 1)  # the first call may include one-time work
     if slowest(_burst(call, input_sets, 1))[0] > 4 * burst_ms:
         return 1
     estimate_ms = slowest(_burst(call, input_sets, 3))[0]
@@ -159,11 +168,11 @@ def _calls_for(call, input_sets, burst_ms):
 
 
 def _burst(call, input_sets, calls):
-    """ms on the device and ms on the host, per call."""
+    """Return (device ms, host ms) per call."""
     return timing.burst(call, input_sets, calls, rank_device())
 
 
 def link_rate():
-    """GB/s that the slowest GPU sends while it receives as much, by copy engines round a ring; None without GPUs."""
+    """Return GB/s per direction of the slowest GPU, by copy engines in a bidirectional ring; None without GPUs."""
     rate = timing.slowest_link(rank_device(), resolve_group())
     return None if rate is None else rate / 1e9

@@ -1,8 +1,8 @@
-"""Time the host's part of a steady call of each operator: ``python -m bench.core.host_time``.
+"""Time the host part of a steady-state call of each operator: ``python -m bench.core.host_time``.
 
-The calls are those of ``call_path``. On the CPU the kernels are left out, so calls that read what a kernel has counted
-are not timed, and no backward pass is. On GPUs (``--device cuda``: one for each rank, ``--device shared``: one for
-both) a time ends when all calls of a round are launched.
+The calls are defined in ``call_path``. On the CPU the kernels are skipped; calls that read a kernel's result on the
+host, and backward passes, are not timed there. On GPUs (``--device cuda``: one per rank, ``--device shared``: one for
+both ranks) the time of a round ends when all its calls are launched.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from tdkernels.lang.kernel import Kernel
 from tdkernels.launch import rank_device, run_ranks
 
 CALLS, WARM_UP, ROUNDS = 40, 4, 40
-WAITS = ("ep_dispatch, exact", "ep_moe")  # for the number of rows that come
+WAITS = ("ep_dispatch, exact", "ep_moe")  # the host waits for the number of received rows
 
 
 def measure():
-    """In a rank: {operator: microseconds of a call, the least mean of all rounds}."""
+    """Return {operator: microseconds per call, the minimum over the rounds of the mean} on this rank."""
     device = rank_device()
     with tdkernels.autotune.mode("off"):
         if device.type != "cpu":

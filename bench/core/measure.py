@@ -1,4 +1,4 @@
-"""One case, on the ranks: which methods there are, whether they are right, how long they take; and the rows of that."""
+"""Measure one case of a dense operator on the ranks: build its methods, check them, time them, and make the rows."""
 
 import dataclasses
 import json
@@ -10,14 +10,19 @@ from bench.dense.operators import DTYPE
 from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import rank_device
 
-PLAIN = ("gemm", "collective", "sequence")  # cuBLAS alone, NCCL alone, one after the other
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+PLAIN = ("gemm", "collective", "sequence")  # cuBLAS alone, NCCL alone, both without overlap
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to measure: ``peers`` by name, ``overrides`` of the default config as further methods, ``cuda_graph`` too."""
+    """Measurement options.
+
+    peers:          names of other libraries' implementations to measure
+    overrides:      changes of the default config, each measured as a further method
+    cuda_graph:     also measure each method in a CUDA graph
+    """
 
     rounds: int
     burst_ms: float
@@ -26,37 +31,44 @@ class Plan:
     cuda_graph: bool = False
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """[(method, whether in a CUDA graph, what ``harness.time_methods`` found with "config", or {"absent": why})]."""
+    """Check and time all methods of a case.
+
+    Returns:
+        [(method, whether in a CUDA graph, times)]. times is the entry of ``harness.time_methods`` plus "config", or
+        {"absent": reason}.
+    """
     sets = _input_sets(case)
     calls, configs, absent = _methods(case, plan)
-    references = _references(case, sets[:2])  # two: our workspaces have two halves
+    references = _references(case, sets[:2])  # two, because workspaces are double-buffered
     for name in [name for name in calls if name not in PLAIN]:
-        if reason := _why_absent(name, calls[name], references):
+        if reason := _absent_reason(name, calls[name], references):
             absent[name] = reason
             del calls[name]
-    _add_what_runs(configs, case, sets[0])
+    _add_selected_config(configs, case, sets[0])
     captured, not_captured = {}, {}
     if plan.cuda_graph:
-        # Alone, cuBLAS and NCCL compute something else than the references say.
+        # The GEMM alone and the collective alone do not compute the reference result.
         captured, not_captured = graphs.capture_all(calls, sets, references, unchecked=("gemm", "collective"))
     del references
     return timed(calls, captured, sets, plan, configs, absent, not_captured)
 
 
 def timed(calls, captured, sets, plan, configs, absent, not_captured):
-    """Time methods, eager and captured, in one run: what ``measure`` returns.
+    """Time eager and captured methods in one run. Return the table of ``measure``.
 
-    Args:     calls, captured, configs, absent, not_captured: dicts by the name of a method; the last two say why
+    Args:
+        calls, captured, configs: {method: call}, {method: Captured}, {method: config}.
+        absent, not_captured: {method: reason}.
     """
     methods = {(name, False): call for name, call in calls.items()}
     methods |= {(name, True): graph for name, graph in captured.items()}
     found = harness.time_methods(methods, sets, plan.rounds, plan.burst_ms)
-    tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
+    tdkernels.synchronize()  # raises if a wait for a peer timed out during the measurement
     table = [(*key, {**times, "config": _as_dict(configs.get(key[0]))}) for key, times in found.items()]
     table += [(name, False, {"absent": reason}) for name, reason in absent.items()]
     return table + [(name, True, {"absent": reason}) for name, reason in not_captured.items()]
@@ -70,11 +82,11 @@ def _input_sets(case):
 
 
 def _methods(case, plan):
-    """({name: call}, {name: config}, {name: why it is absent}); "tdkernels" runs what is known to be best."""
+    """Return ({name: call}, {name: config}, {name: reason for absence}). "tdkernels" uses the selected config."""
     direction = case.direction
     calls, absent = peers.calls(case, plan.peers)
     calls = {name: getattr(direction, name) for name in PLAIN} | calls | {"tdkernels": direction.ours(case, None)}
-    if case.backward:  # it chooses its own configs
+    if case.backward:  # the backward selects its own configs
         return calls, {}, absent
     configs = {}
     default = configs["tdkernels-default"] = _default_config(case)
@@ -88,7 +100,7 @@ def _methods(case, plan):
 
 
 def _default_config(case):
-    """The overlapping config that the forward takes if nobody has tuned."""
+    """Return the heuristic config of the forward with overlap, used without tuning."""
     return tunable(case.operator).default(case.problem(rank_device()), rank_device())
 
 
@@ -98,8 +110,8 @@ def _override(config, overrides):
     return dataclasses.replace(config, **overrides)
 
 
-def _add_what_runs(configs, case, inputs):
-    """The config that the call without one has taken."""
+def _add_selected_config(configs, case, inputs):
+    """Add the config that a call without an explicit config selects."""
     if not case.backward:
         configs["tdkernels"] = tdkernels.explain(case.operator, inputs.x, inputs.weight).config
 
@@ -109,7 +121,7 @@ def _as_dict(config):
 
 
 def _references(case, sets):
-    """Per set its operands, the results in fp32, and how far off torch + NCCL is in the dtype."""
+    """Return [(operands, fp32 results, errors of torch + NCCL in the operands' dtype)], one entry per input set."""
     sequence = case.direction.sequence
     found = []
     for s in sets:
@@ -119,20 +131,24 @@ def _references(case, sets):
     return found
 
 
-def _why_absent(name, call, references):
-    """None if a method can be timed; raises where ours is wrong, or fails in its default config."""
-    reason = harness.why_it_fails(call, references[0][0])
-    wrong = None if reason else harness.why_it_is_wrong(call, references)
+def _absent_reason(name, call, references):
+    """Return None if a method can be timed, else the reason.
+
+    Raises:
+        RuntimeError: if tdkernels is wrong, or fails with its default config.
+    """
+    reason = harness.failure_reason(call, references[0][0])
+    wrong = None if reason else harness.mismatch_reason(call, references)
     if (wrong and name not in peers.PEERS) or (reason and name.startswith("tdkernels")):
         raise RuntimeError(f"{name}: {wrong or reason}")
     return reason or wrong
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a method: what was measured and what follows from it."""
+    """Return one row per method, with the measured times and the derived values."""
     eager = {method: times for method, graph, times in found if not graph}
     gemm_ms, sequence_ms = eager["gemm"]["ms"], eager["sequence"]["ms"]
     in_graph = {method: times.get("ms") for method, graph, times in found if graph}
@@ -141,7 +157,7 @@ def rows(case, found, link_gbps):
     for method, graph, times in found:
         ms = times.get("ms")
         both = ms is not None and method not in ("gemm", "collective")
-        # What runs in a graph is compared with what runs in a graph, where that could be captured.
+        # Methods in a graph are compared with baselines in a graph, if those could be captured.
         base_ms = in_graph.get("sequence") if graph else sequence_ms
         floor_ms = max((in_graph.get("gemm") or gemm_ms) if graph else gemm_ms, wire_ms)
         table.append({

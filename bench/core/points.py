@@ -1,4 +1,4 @@
-"""What was measured, read from the JSONL rows: one Point for each problem and place, from its newest run."""
+"""Read the JSONL rows of measurements. A Point is the newest run of one dense problem on one machine."""
 
 import json
 import math
@@ -7,25 +7,26 @@ from dataclasses import dataclass, field
 from bench.dense.operators import Case
 from bench.dense.shapes import Shape, layer_names
 
-_OWN = ("gemm", "collective", "sequence")
+_BASELINES = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
-# Rows of what has no products.
-_SEQUENCES = ("ag_attention", "ulysses")
-_APART = (
+_SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
+# Values of "what" in rows that are not measurements of dense operators.
+_OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", *_SEQUENCES,
+    "tests", *_SEQUENCE_PARALLEL,
 )
 
 
 @dataclass(frozen=True)
 class Point:
-    """One problem on one machine. Times in ms of the slowest rank; None is what was not, or could not be, measured.
+    """One problem on one machine. Times are ms of the slowest rank; None if not measured.
 
-    machine:    the folder of its rows, such as h200x4
-    tuner:      whether this is the tuner's last round, which has no peers, and not a benchmark
-    ours, default:  tdkernels with the best config that is known, and with its default config
-    floor:      the larger of the GEMM alone and ``wire``, the bytes at the best rate of a link
-    settings:   GPU, versions and the like, as in the rows
+    machine:        the folder of its rows, such as h200x4
+    tuner:          whether the times are from the tuner's final round, which has no peers, and not from a benchmark
+    sequence:       the unfused baseline, NCCL and cuBLAS without overlap
+    ours, default:  tdkernels with the best known config, and with the heuristic config
+    floor:          the larger of the GEMM alone and ``wire``, the bytes at the best rate of a link
+    settings:       a row of the run, with GPU, versions and revision
     """
 
     machine: str
@@ -53,12 +54,12 @@ class Point:
 
     @property
     def speedup(self):
-        """Over the sequence."""
+        """Speed-up of tdkernels over the unfused baseline."""
         return _ratio(self.sequence, self.ours)
 
     @property
     def fused(self):
-        """ms of torch's fused operator."""
+        """Time of torch's fused operator in ms."""
         return self.peers.get(_FUSED)
 
     @property
@@ -67,12 +68,12 @@ class Point:
 
     @property
     def best_peer(self):
-        """(name, ms) or None."""
+        """(name, ms) of the fastest other library, or None."""
         return min(self.peers.items(), key=lambda item: item[1], default=None)
 
     @property
     def untuned(self):
-        """Whether it is a run from before there was a tuner: ours was what is called default now."""
+        """Whether the run predates the tuner, so that ``ours`` used the heuristic config."""
         return self.direction == "forward" and self.config is not None and self.default is None
 
     @property
@@ -85,75 +86,84 @@ def _ratio(above, below):
 
 
 class BadRow(ValueError):
-    """A line of a JSONL file that is no row."""
+    """A line of a JSONL file is not a valid row."""
 
 
 def read(folder):
-    """The newest Point of each problem, place and source, in a fixed order; BadRow where a line is no row."""
+    """Return the newest Point of each problem, machine and source, in a fixed order.
+
+    Raises:
+        BadRow: if a line is not a valid row.
+    """
     runs = {}
     for path in sorted(folder.glob("*/*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 row = json.loads(line)
-                if row.get("what") in _APART:
-                    continue  # see the functions below
+                if row.get("what") in _OTHER_KINDS:
+                    continue  # read by the functions below
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
                 raise BadRow(f"{path}, line {number}: {type(err).__name__}: {err}") from None
     names = layer_names()
-    # Dates of one form compare as text do. Rows of one date and method: the last in the file counts.
+    # Dates have one format and compare as strings. If two rows have the same date and method, the last one counts.
     points = [_point(key, dates[max(dates)], names) for key, dates in runs.items()]
     return sorted(points, key=_order)
 
 
 def read_collectives(folder):
-    """The rows of the collectives alone, which have no products."""
-    return _read_apart(folder, "collective")
+    """Return the rows of collectives."""
+    return _read_kind(folder, "collective")
 
 
 def read_ep(folder):
-    """The rows of expert parallelism."""
-    return _read_apart(folder, "ep")
+    """Return the rows of expert-parallel dispatch and combine."""
+    return _read_kind(folder, "ep")
 
 
 def read_layers(folder):
-    """The rows of layers of experts, and of products by expert on one GPU."""
-    return [row for what in ("tp_moe", "ep_moe", "group_gemm") for row in _read_apart(folder, what)]
+    """Return the rows of MoE layers and of grouped GEMMs."""
+    return [row for what in ("tp_moe", "ep_moe", "group_gemm") for row in _read_kind(folder, what)]
 
 
 def read_decode(folder):
-    """The rows of attention to a cache that the ranks share."""
-    return _read_apart(folder, "flash_decode")
+    """Return the rows of flash_decode."""
+    return _read_kind(folder, "flash_decode")
 
 
 def read_network(folder):
-    """The rows of the words that take the network."""
-    return _read_apart(folder, "network")
+    """Return the rows of the RDMA primitives."""
+    return _read_kind(folder, "network")
 
 
 def read_host(folder):
-    """The rows of what calls take the host."""
-    return _read_apart(folder, "host")
+    """Return the rows of host launch times."""
+    return _read_kind(folder, "host")
 
 
 def read_chosen(folder):
-    """The rows of what the tuner found for what is no dense product."""
-    return _read_apart(folder, "chosen")
+    """Return the rows of the tuner's selections for operators other than the dense ones."""
+    return _read_kind(folder, "chosen")
+
+
+def read_tests(folder):
+    """Read the rows of test runs on GPUs."""
+    return _read_kind(folder, "tests")
 
 
 def read_sequences(folder):
-    """The rows of what is divided along the sequence."""
-    return [row for what in _SEQUENCES for row in _read_apart(folder, what)]
+    """Return the rows of sequence-parallel operators."""
+    return [row for what in _SEQUENCE_PARALLEL for row in _read_kind(folder, what)]
 
 
-def _read_apart(folder, what):
+def _read_kind(folder, what):
     lines = [line for path in sorted(folder.glob("*/*.jsonl")) for line in path.read_text().splitlines()]
     return [row for row in map(json.loads, lines) if row.get("what") == what]
 
 
 def _key(machine, row):
-    """What there is one Point for."""
+    """Return the key that identifies a Point."""
     return (
         machine, row["op"], row.get("pass", "forward"), row["dtype"], row.get("layout", "nk"), row.get("graph", False),
         row.get("what") == "tune", row["m"], row["n"], row["k"],
@@ -163,10 +173,10 @@ def _key(machine, row):
 def _point(key, rows, names):
     *place, m, n, k = key
     shape = Shape(m, n, k, names.get((place[1], n, k), ""))
-    return (_of_tuner if place[-1] else _of_benchmark)(place, shape, rows)
+    return (_tuner_point if place[-1] else _benchmark_point)(place, shape, rows)
 
 
-def _of_tuner(place, shape, rows):
+def _tuner_point(place, shape, rows):
     (row,) = rows.values()
     floor = max(row["gemm_ms"], row["wire_ms"] or 0.0)
     return Point(
@@ -175,7 +185,7 @@ def _of_tuner(place, shape, rows):
     )
 
 
-def _of_benchmark(place, shape, rows):
+def _benchmark_point(place, shape, rows):
     any_row = next(iter(rows.values()))
     ms = {method: row["ms"] for method, row in rows.items() if row["ms"]}
     case = Case(place[1], shape, any_row["num_gpus"], backward=place[2] == "backward")
@@ -190,8 +200,8 @@ def _of_benchmark(place, shape, rows):
 
 
 def _is_peer(method):
-    """Not the floor, not ours, not a try of another config (c1 {"num_comm_sms": 32})."""
-    return method not in _OWN and not method.startswith("tdkernels") and " {" not in method
+    """Whether a method is another library: no baseline, not tdkernels, no config override (c1 {"num_comm_sms": 32})."""
+    return method not in _BASELINES and not method.startswith("tdkernels") and " {" not in method
 
 
 def _order(point):
@@ -202,11 +212,11 @@ def _order(point):
     )
 
 
-# ---- what tables and plots ask of many points ----
+# ---- selections of points for tables and plots ----
 
 
 def groups(points, *names):
-    """{values of these attributes: points}, in the order of their first points."""
+    """Group points by attributes. Return {values of the attributes: points}, ordered by first occurrence."""
     found = {}
     for point in points:
         found.setdefault(tuple(getattr(point, name) for name in names), []).append(point)
@@ -214,13 +224,13 @@ def groups(points, *names):
 
 
 def swept(points):
-    """{layer: points by M} of the layers that were measured with at least four numbers of rows."""
+    """Return {layer: points} of the layers that were measured for at least four values of M."""
     found = {layer: chosen for (layer,), chosen in groups(points, "layer").items()}
     return {layer: chosen for layer, chosen in found.items() if len({p.shape.m for p in chosen}) >= 4}
 
 
 def at_full_size(points, rows):
-    """The points with this number of rows, and those of layers that were not swept."""
+    """Return the points with M = ``rows``, and all points of layers without a sweep of M."""
     sweeps = swept(points)
     return [point for point in points if point.shape.m == rows or point.layer not in sweeps]
 

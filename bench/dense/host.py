@@ -1,8 +1,8 @@
-"""How long small calls take the host, and so take at all without a CUDA graph: ``python -m bench.dense.host``.
+"""Host launch time of small calls, which bounds their latency outside CUDA graphs: ``python -m bench.dense.host``.
 
-A call is timed twice, of many in a row: until the host has launched it, and until the device has done it. Each runs by
-torch's sequence as a user would write it, by our call that takes torch's sequence, and by our kernels. Prints a line
-for each and adds rows to a file in ``--out``.
+Calls are issued back to back, and two times per call are measured: until the host has launched it, and until the device
+has finished it. Each operator runs as torch + NCCL written by hand, as a tdkernels call with method "torch", and with
+the tdkernels kernels. Prints one line per method and appends rows to a file in ``--out``.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from tdkernels.autotune.timing import barrier, synchronize
 from tdkernels.launch import RankPool, pick_device, rank_device
 from tdkernels.ops.common.torch_collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 
-ROWS, K, N, KEYS = 64, 4096, 1536, 1024  # of a product on a rank, and of a cache; for a collective, one row of 512
+ROWS, K, N, KEYS = 64, 4096, 1536, 1024  # GEMM per rank and cache length; collectives use one row of 512 elements
 REHEARSAL = 8, 16, 16, 16
 CALLS, WARM_UP, ROUNDS = 60, 30, 12
-SEQUENCE, BY_TORCH, OURS = "sequence", "ours by torch", "ours"
+SEQUENCE, TORCH_METHOD, OURS = "sequence", "ours by torch", "ours"  # method names as stored in rows
 
 
 def _methods():
-    """{operator: {method: a call}}"""
+    """Return {operator: {method: call}}."""
     device, dtype = rank_device(), torch.bfloat16
     rows, k, n, keys = (ROWS, K, N, KEYS) if device.type == "cuda" else REHEARSAL
     ranks = dist.get_world_size()
@@ -40,39 +40,39 @@ def _methods():
     def draw(*shape):
         return torch.randn(shape, dtype=dtype, device=device)
 
-    shard, few = draw(-(-rows // ranks), k), draw(1, 512)
+    shard, message = draw(-(-rows // ranks), k), draw(1, 512)
     x, weight = draw(ranks * shard.shape[0], k), draw(n, k)
     q, cache = draw(1, 32, 128), draw(1, keys, 8, 128)
     lens = torch.full((1,), keys, dtype=torch.int32, device=device)
 
     operands = {"ag_gemm": (shard, weight), "gemm_rs": (x, weight), "gemm_ar": (x, weight)}
-    operands |= {"all_reduce": (few,), "all_gather": (few,), "flash_decode": (q, cache, cache, lens)}
+    operands |= {"all_reduce": (message,), "all_gather": (message,), "flash_decode": (q, cache, cache, lens)}
     sequences = {
         "ag_gemm": lambda: F.linear(all_gather_rows(shard), weight),
         "gemm_rs": lambda: reduce_scatter_rows(F.linear(x, weight)),
-        "gemm_ar": lambda: all_reduce(F.linear(x, weight)), "all_reduce": lambda: all_reduce(few.clone()),
-        "all_gather": lambda: all_gather_rows(few),
+        "gemm_ar": lambda: all_reduce(F.linear(x, weight)), "all_reduce": lambda: all_reduce(message.clone()),
+        "all_gather": lambda: all_gather_rows(message),
     }
     found = {}
-    for operator, of_call in operands.items():
-        call, kind = getattr(tdkernels, operator), autotune.tunable.tunable(operator).config_class
-        by_torch = functools.partial(call, *of_call, config=kind(method="torch"))
-        plain = {SEQUENCE: sequences[operator]} if operator in sequences else {}
-        found[operator] = {**plain, BY_TORCH: by_torch, OURS: functools.partial(call, *of_call)}
+    for operator, args in operands.items():
+        call, config_class = getattr(tdkernels, operator), autotune.tunable.tunable(operator).config_class
+        torch_method = functools.partial(call, *args, config=config_class(method="torch"))
+        baseline = {SEQUENCE: sequences[operator]} if operator in sequences else {}
+        found[operator] = {**baseline, TORCH_METHOD: torch_method, OURS: functools.partial(call, *args)}
     return found
 
 
 @torch.no_grad()
 def measure():
-    """[(operator, method, us until it is launched, us until it is done)] of the slowest rank.
+    """Return [(operator, method, us until launched, us until finished)], the maximum over the ranks.
 
-    All take turns, round after round: a core of a shared machine is half as fast for seconds now and then.
+    The calls are interleaved in rounds, because a core of a shared machine is sometimes half as fast for seconds.
     """
     device = rank_device()
     on_gpu = device.type == "cuda"
     calls = {(operator, method): call for operator, methods in _methods().items() for method, call in methods.items()}
     times = {key: [] for key in calls}
-    with autotune.mode("off"):  # the fused kernel in its default config
+    with autotune.mode("off"):  # heuristic configs
         for call in calls.values():
             for _ in range(WARM_UP if on_gpu else 1):
                 call()
@@ -89,7 +89,7 @@ def measure():
 
 
 def _time(call, device):
-    """(us until a call is launched, until it is done), of many in a row."""
+    """Return (us until launched, us until finished) per call of a series of calls."""
     calls = CALLS if device.type == "cuda" else 2
     barrier(device)
     begin = time.perf_counter()
@@ -102,7 +102,7 @@ def _time(call, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nproc", type=int, help="ranks; all GPUs by default, or 2")
+    parser.add_argument("--nproc", type=int, help="number of ranks; default: all GPUs, at least 2")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     options = parser.parse_args()
     ranks = options.nproc or (torch.cuda.device_count() if torch.cuda.device_count() > 1 else 2)
@@ -116,7 +116,7 @@ def main():
     for row in rows:
         print(f"{row['op']:13} {row['method']:14} {row['host_us']:8.1f} us launched {row['call_us']:8.1f} us done")
     if device == "cpu":
-        print("On CPU ranks an interpreter runs the kernels: these times say nothing about a GPU, and are not kept.")
+        print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
         return
     folder = options.out / f"{machine['gpu'].split()[-1].lower()}x{ranks}"
     folder.mkdir(parents=True, exist_ok=True)

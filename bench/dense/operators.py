@@ -1,6 +1,6 @@
-"""The operators as the benchmarks know them: operands, floor, the plain ways to compute the same, and our call.
+"""Dense operators for the benchmarks: operands, transfer volume, baselines and the tdkernels call.
 
-A new operator is one entry of ``_ALL``.
+To add an operator, add an entry to ``_ALL``.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Pass:
-    """The forward or the backward of an operator. Methods are functions of one set of operands, a SimpleNamespace.
+    """The forward or backward of an operator. Methods are functions of one operand set, a SimpleNamespace.
 
-    products:   how many GEMMs of M x N x K it is
-    received:   elements that a GPU receives from W - 1 of W ranks, as a function of the shape
-    operands:   of this rank, from a Case and a random generator; besides what the operator takes, ``full`` is what
-                cuBLAS alone reads and ``partial`` what NCCL alone reduces
-    gemm, collective, sequence:     by cuBLAS alone, by NCCL alone, by one after the other
-    ours:       our call, from a Case and a config or None
+    gemms:          number of GEMMs of M x N x K
+    received:       elements received per GPU times W / (W - 1), as a function of the shape
+    operands:       function (Case, generator) that returns this rank's operands. Besides the operator's arguments,
+                    ``full`` is the input of the GEMM alone and ``partial`` the input of the reduction alone
+    gemm, collective, sequence:     cuBLAS alone, NCCL alone, both without overlap
+    ours:           function (Case, config or None) that returns the tdkernels call
     """
 
-    products: int
+    gemms: int
     received: Callable
     operands: Callable
     gemm: Callable
@@ -45,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Operator:
-    """``backward``: None if it has no communication of its own."""
+    """The passes of an operator. ``backward`` is None if the backward has no communication."""
 
     forward: Pass
     backward: Pass | None = None
@@ -53,7 +53,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: the forward or the backward of an operator at a shape, on ``ranks`` ranks."""
+    """One benchmark case: the forward or backward of an operator for one shape on ``ranks`` ranks."""
 
     operator: str
     shape: Shape
@@ -70,32 +70,32 @@ class Case:
 
     @property
     def flops(self):
-        """Per GPU."""
-        return self.direction.products * 2 * self.shape.m * self.shape.n * self.shape.k // self.ranks
+        """FLOP per GPU."""
+        return self.direction.gemms * 2 * self.shape.m * self.shape.n * self.shape.k // self.ranks
 
     @property
     def wire_bytes(self):
-        """What a GPU receives from its peers."""
+        """Bytes that a GPU receives from its peers."""
         return self.direction.received(self.shape) * DTYPE.itemsize * (self.ranks - 1) // self.ranks
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         if self.direction is None:
-            return "the backward is cuBLAS alone, without communication"
+            return "the backward is a GEMM without communication"
         return tunable(self.operator).why_not(self.problem(torch.device("cpu")))
 
     def problem(self, device):
-        """As the tuner knows it."""
+        """Return the tuner's Problem."""
         shape = self.shape.m, self.shape.n, self.shape.k
         return Problem.on(device, self.operator, shape, DTYPE, "nk", self.ranks, self.ranks)
 
     def inputs(self, seed):
-        """This rank's operands; others for another seed."""
+        """Return this rank's operands, drawn with ``seed``."""
         generator = torch.Generator(rank_device()).manual_seed(seed * self.ranks + dist.get_rank())
         return self.direction.operands(self, generator)
 
 
-# ---- Operands ----
+# ---- operands ----
 
 
 def _randn(generator, *shape, scale=1.0):
@@ -131,12 +131,12 @@ def _of_rs(case, generator):
 
 def _of_ar(case, generator):
     s = _of_row_parallel(case, generator)
-    # It is summed in place again and again, and anything but zeros would grow until it overflows.
+    # The in-place all-reduce is repeated; values other than zero would grow until they overflow.
     s.partial = s.x.new_zeros(case.shape.m, case.shape.n)
     return s
 
 
-# ---- Methods ----
+# ---- methods ----
 
 
 def _backward_of_rs(s):
@@ -149,7 +149,8 @@ def _ours(case, config):
     return lambda s: operator(s.x, s.weight, config=config)
 
 
-# The backwards are the ops themselves, since torch + NCCL does not pay for autograd here either. "": its own configs.
+# The backwards call the torch ops directly, because the torch + NCCL baseline has no autograd overhead either. The
+# empty config string lets the backward select its own configs.
 
 
 def _ours_backward_of_ag(case, config):
@@ -165,7 +166,7 @@ def _ours_backward_of_rs(case, config):
 _ALL = {
     "ag_gemm": Operator(
         forward=Pass(
-            products=1,
+            gemms=1,
             received=lambda shape: shape.m * shape.k,
             operands=_of_ag,
             gemm=lambda s: F.linear(s.full, s.weight),
@@ -173,8 +174,8 @@ _ALL = {
             sequence=lambda s: tdkernels.ag_gemm_ref(s.x, s.weight),
             ours=_ours,
         ),
-        backward=Pass(  # x comes again, and dx comes in parts
-            products=2,
+        backward=Pass(  # gathers x again and reduce-scatters dx
+            gemms=2,
             received=lambda shape: 2 * shape.m * shape.k,
             operands=_of_ag,
             gemm=lambda s: (s.dy @ s.weight, s.dy.t() @ s.full),
@@ -185,7 +186,7 @@ _ALL = {
     ),
     "gemm_rs": Operator(
         forward=Pass(
-            products=1,
+            gemms=1,
             received=lambda shape: shape.m * shape.n,
             operands=_of_rs,
             gemm=lambda s: F.linear(s.x, s.weight),
@@ -193,8 +194,8 @@ _ALL = {
             sequence=lambda s: tdkernels.gemm_rs_ref(s.x, s.weight),
             ours=_ours,
         ),
-        backward=Pass(  # dz comes, all of it
-            products=2,
+        backward=Pass(  # gathers dz
+            gemms=2,
             received=lambda shape: shape.m * shape.n,
             operands=_of_rs,
             gemm=lambda s: (s.full @ s.weight, s.full.t() @ s.x),
@@ -204,8 +205,8 @@ _ALL = {
         ),
     ),
     "gemm_ar": Operator(
-        forward=Pass(  # parts of our rows of the sum, then everybody else's rows of it
-            products=1,
+        forward=Pass(  # partial sums of this rank's rows, then the reduced rows of the other ranks
+            gemms=1,
             received=lambda shape: 2 * shape.m * shape.n,
             operands=_of_ar,
             gemm=lambda s: F.linear(s.x, s.weight),

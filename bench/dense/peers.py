@@ -1,7 +1,7 @@
-"""Other libraries' ways to compute the same. Which of them can run is found out on the ranks, by running them.
+"""Implementations of the dense operators in other libraries ("peers"). The ranks detect availability by running them.
 
-A peer is a function of a Case; it returns a call on one set of operands, or raises Absent with the reason. A call that
-fails, or computes something else, makes its peer absent as well: none is left out in silence.
+A peer is a function of a Case. It returns a function of one operand set, or raises Absent with the reason. A peer is
+also absent if its call fails or returns wrong results; the reason is stored in the row.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from bench.dense.operators import DTYPE
 from tdkernels.launch import rank_device
 from tdkernels.ops.common.torch_collectives import all_gather_beside, reduce_scatter_beside
 
-_FEW_ROWS = 2048
-_ONE_SHOT_BYTES = 512 << 10  # above, every rank reading everything costs more than a second step
+_SMALL_M = 2048
+_ONE_SHOT_BYTES = 512 << 10  # for larger messages two-shot is faster
 
 
 class Absent(Exception):
-    """Why a peer cannot be measured."""
+    """A peer cannot be measured; the message is the reason."""
 
 
 _NEEDS_GPUS = "torch's symmetric memory needs GPUs"
@@ -29,14 +29,14 @@ _NEEDS_GPUS = "torch's symmetric memory needs GPUs"
 
 @dataclass(frozen=True)
 class Peer:
-    """``operators``: those that it has anything for. ``call``: from a Case to a function of its operands."""
+    """``operators``: the operators it implements. ``call``: function of a Case that returns a function of operands."""
 
     operators: tuple
     call: Callable
 
 
 def _torch_fused(case):
-    """torch's fused operators, those that its asynchronous tensor parallelism is made of."""
+    """Use torch's fused operators, which implement its asynchronous tensor parallelism."""
     if case.backward:
         raise Absent("measured for the forward only")
     if rank_device().type != "cuda":
@@ -44,15 +44,15 @@ def _torch_fused(case):
     name = dist.group.WORLD.group_name
     if case.operator == "ag_gemm":
         fused = torch.ops.symm_mem.fused_all_gather_matmul
-        # For few rows it would use multicast, but not if it has to return what it gathered.
-        return_gathered = case.shape.m <= _FEW_ROWS
+        # For small M the operator uses multicast, unless it returns the gathered input.
+        return_gathered = case.shape.m <= _SMALL_M
         return lambda s: fused(s.x, [s.weight.t()], 0, name, return_A=return_gathered)[1][0]
     fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
     return lambda s: fused(s.x, s.weight.t(), "sum", 0, name)
 
 
 def _nccl_async(case):
-    """What trainers such as Megatron-LM write: NCCL's collectives of the backward beside cuBLAS's products."""
+    """Overlap NCCL's collectives of the backward with cuBLAS's GEMMs on two streams, as Megatron-LM does."""
     if not case.backward:
         raise Absent("measured for the backward only")
 
@@ -71,17 +71,17 @@ def _nccl_async(case):
 
 
 def _torch_symm_all_reduce(case):
-    """cuBLAS into symmetric memory, then torch's own all-reduce of it, in one or in two steps."""
+    """cuBLAS into symmetric memory, then torch's one-shot or two-shot all-reduce."""
     if rank_device().type != "cuda":
         raise Absent(_NEEDS_GPUS)
     name = dist.group.WORLD.group_name
     z = symm_mem.empty(case.shape.m, case.shape.n, dtype=DTYPE, device=rank_device())
     symm_mem.rendezvous(z, name)
-    few = z.nbytes <= _ONE_SHOT_BYTES
+    one_shot = z.nbytes <= _ONE_SHOT_BYTES
 
     def call(s):
         torch.mm(s.x, s.weight.t(), out=z)
-        if few:
+        if one_shot:
             return torch.ops.symm_mem.one_shot_all_reduce(z, "sum", name)
         return torch.ops.symm_mem.two_shot_all_reduce_(z, "sum", name)
 
@@ -96,13 +96,13 @@ PEERS = {
 
 
 def calls(case, names):
-    """({name: call}, {name: why it is absent}) of those named that have anything for the operator."""
+    """Return ({name: call}, {name: reason for absence}) of the named peers that implement the operator."""
     found, absent = {}, {}
     for name in names:
         if name not in PEERS or case.operator not in PEERS[name].operators:
             continue
         call, reason = _call_of(PEERS[name], case)
-        if harness.slowest([reason is not None])[0]:  # on any rank: all of them go on with the same peers
+        if harness.slowest([reason is not None])[0]:  # failed on some rank: all ranks must measure the same peers
             absent[name] = reason or "failed on another rank"
         else:
             found[name] = call
@@ -110,7 +110,7 @@ def calls(case, names):
 
 
 def _call_of(peer, case):
-    """(call, None) or (None, why not)."""
+    """Return (call, None) or (None, reason)."""
     try:
         return peer.call(case), None
     except Absent as reason:

@@ -1,6 +1,6 @@
-"""Problem sizes by name: M, N and K of the full product, before anything is divided between ranks.
+"""Named problem sizes: M, N and K of the full GEMM, before sharding.
 
-`Shape.parse("8192x4096x12288")` names any other size. What each operator divides is said in `operators.py`.
+`Shape.parse("8192x4096x12288")` gives any other size. `operators.py` defines which dimension each operator shards.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ SWEEP_TOKENS = tuple(2**i for i in range(16))  # 1 … 32768
 
 
 def short(model):
-    """A model's name as a group's: llama-3.1-70b is llama-70b."""
+    """Return the group name of a model: llama-70b for llama-3.1-70b."""
     return model.replace("-3.1", "")
 
 
@@ -39,7 +39,7 @@ _SWEPT = ("llama-8b", "llama-70b")
 
 
 def _layers(model, tokens=(TOKENS,), operators=("ag_gemm", "gemm_rs", "gemm_ar")):
-    """{operator: shapes} of a model's layers. Without sequence parallelism gemm_ar takes the place of gemm_rs."""
+    """Return {operator: shapes} of a model's layers. gemm_ar replaces gemm_rs without sequence parallelism."""
     shapes = {operator: [] for operator in operators}
     for layer, (operator, n, k) in _MODELS[model].layers().items():
         for name in (operator, "gemm_ar") if operator == "gemm_rs" else (operator,):
@@ -54,7 +54,7 @@ def _both(sizes):
 
 
 def _mlps():
-    """The MLP's two projections with nothing fused: what most papers of the field measure."""
+    """Return the two MLP projections without gate-up fusion, the shapes that most papers measure."""
     shapes = {"ag_gemm": [], "gemm_rs": []}
     for name, model in _MODELS.items():
         shapes["ag_gemm"].append(Shape(TOKENS, model.intermediate, model.hidden, f"{name} mlp in"))
@@ -78,9 +78,10 @@ DEFAULT_GROUPS = [name for name in GROUPS if name != "decode" and not name.start
 
 
 def select(names, operator, tokens=None):
-    """The shapes of the named groups, or sizes as MxNxK, for an operator; no size twice.
+    """Return the shapes of groups, or of sizes as MxNxK, for an operator, without duplicates.
 
-    Args:     tokens: numbers of rows that the layers of a model get instead of 8192; other groups keep theirs
+    Args:
+        tokens: values of M for the layers of models, instead of 8192; other groups keep their M.
     """
     found = {}
     for name in names:
@@ -100,12 +101,12 @@ def _named(name, operator, tokens):
 
 
 def takes_tokens(name):
-    """Whether a group is the layers of a model, with a number of rows that can be chosen."""
+    """Whether a group consists of a model's layers, whose M can be chosen."""
     return name in _MODELS
 
 
 def layer_names():
-    """{(operator, N, K): name} of all layers of models; one that two of them have goes by the better known."""
+    """Return {(operator, N, K): name} of all layers of models. A size of two models is named after the first."""
     found = {}
     for name in (*_SWEPT, *_MODELS, "mlp"):
         for operator, shapes in GROUPS[name].items():

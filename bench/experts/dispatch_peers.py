@@ -1,6 +1,6 @@
-"""Other libraries' ways to dispatch and combine: torch's all-to-all on NVSHMEM, and DeepEP. Neither was ever run here.
+"""Dispatch and combine in other libraries: torch's all-to-all on NVSHMEM, and DeepEP. Both are untested.
 
-A peer is a function of a case, max_tokens and the sets of operands. It returns a ``dispatch_methods.Method``, or raises
+A peer is a function of a case, max_tokens and the operand sets. It returns a ``dispatch_methods.Method``, or raises
 Absent with the reason.
 """
 
@@ -17,12 +17,12 @@ from tdkernels.launch import rank_device
 
 
 class Absent(Exception):
-    """Why a peer cannot be measured."""
+    """A peer cannot be measured; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """``operators``: those that it has anything for."""
+    """``operators``: the operators it implements."""
 
     operators: tuple
     method: Callable
@@ -35,24 +35,24 @@ def _payload(case, s):
 # ---- torch.ops.symm_mem.all_to_all_vdev_2d ----
 
 
-def _torch_vdev_2d(case, room, sets):
-    """Rows, their scales and weights in one piece, to where the experts have them; gaps for experts without any."""
+def _torch_vdev_2d(case, max_tokens, sets):
+    """Send rows with their scales and weights in one message, grouped by expert; experts without rows leave gaps."""
     if rank_device().type != "cuda":
         raise Absent("torch's symmetric memory needs GPUs")
     if not symm_mem.is_nvshmem_available():
-        raise Absent("torch finds no NVSHMEM")
+        raise Absent("torch has no NVSHMEM")
     backend = symm_mem.get_backend(rank_device())
     if backend != "NVSHMEM":
-        raise Absent(f"torch's symmetric memory is that of {backend} in this process: set TORCH_SYMMMEM=NVSHMEM")
+        raise Absent(f"torch's symmetric memory uses {backend} in this process: set TORCH_SYMMMEM=NVSHMEM")
     pieces = _pieces(case, sets[0])
     widths = [piece.shape[1] for piece in pieces]
     width = -(-sum(widths) // 16) * 16
     group, device = dist.group.WORLD.group_name, rank_device()
     local = case.experts // case.ranks
-    # Two, in turn: peers read what is sent until they have done with the call, and the next call is what tells.
+    # Double-buffered: peers may read the input of a call until the next call has synchronized with them.
     inputs = [_symmetric(case.tokens * case.choices, width, dtype=torch.uint8) for _ in range(2)]
     splits = [_symmetric(case.experts, dtype=torch.int64) for _ in range(2)]
-    out = _symmetric(room + local, width, dtype=torch.uint8)
+    out = _symmetric(max_tokens + local, width, dtype=torch.uint8)
     places = _symmetric(2, case.experts, dtype=torch.int64)
     calls = [0]
 
@@ -71,11 +71,11 @@ def _torch_vdev_2d(case, room, sets):
     def plain(outputs):
         numbers, starts = outputs[1].tolist()
         rows = torch.cat([outputs[0][at : at + n] for n, at in zip(numbers, starts, strict=True)])
-        came = torch.tensor(numbers, device=device).view(local, -1).sum(1)
+        received = torch.tensor(numbers, device=device).view(local, -1).sum(1)
         dtype = torch.bfloat16 if case.payload == "bf16" else torch.float8_e4m3fn
         x, *scales, weights = (part.contiguous() for part in rows[:, : sum(widths)].split(widths, 1))
         scales = scales[0].view(torch.float32) if scales else None
-        return dequantized(x.view(dtype), scales), came.float(), weights.view(torch.float32).flatten()
+        return dequantized(x.view(dtype), scales), received.float(), weights.view(torch.float32).flatten()
 
     return Method(call, plain)
 
@@ -87,7 +87,7 @@ def _symmetric(*shape, dtype):
 
 
 def _pieces(case, s, by_expert=None):
-    """Bytes of tokens, of scales if there are any, and of weights, all by choice."""
+    """Return the bytes of tokens, scales (if any) and weights, one row per top-k assignment."""
     x, scales = _payload(case, s)
     if by_expert is None:
         by_expert = torch.arange(case.tokens * case.choices, device=s.ids.device)
@@ -100,12 +100,14 @@ def _pieces(case, s, by_expert=None):
 
 # ---- DeepEP ----
 
-_buffers = {}  # by the bytes of a row: kept, as a program would
+_buffers = {}  # {buffer size in bytes: deep_ep.Buffer}, reused as in an application
 
 
-def _deep_ep(case, room, sets):
-    """Its operators for one host. A token has one row on a rank, whatever the number of its experts there: spreading it
-    to them, and adding up what they made of it, are the user's and not in these times."""
+def _deep_ep(case, max_tokens, sets):
+    """DeepEP's intra-node operators. A token has one row per destination rank, whatever its number of experts there.
+
+    The times do not include the replication of rows to the experts and the sum of their results, left to the user.
+    """
     if importlib.util.find_spec("deep_ep") is None:
         raise Absent("deep_ep is not installed")
     if rank_device().type != "cuda":
@@ -122,14 +124,14 @@ def _deep_ep(case, room, sets):
 
     def dispatch(s):
         x, scales = _payload(case, s)
-        to_rank, _, to_expert, is_there, _ = buffer.get_dispatch_layout(s.long_ids, case.experts)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(s.long_ids, case.experts)
         return buffer.dispatch(
             x if scales is None else (x, scales), topk_idx=s.long_ids, topk_weights=s.weights,
-            num_tokens_per_rank=to_rank, is_token_in_rank=is_there, num_tokens_per_expert=to_expert,
+            num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
         )
 
     def rows_of(ids):
-        """(numbers of the received tokens, of their choices), row by row as experts have them."""
+        """Return (indices of the received tokens, indices of their assignments) of the rows, ordered by expert."""
         token, choice = (ids >= 0).nonzero(as_tuple=True)
         order = torch.sort(ids[token, choice], stable=True)[1]
         return token[order], choice[order]
@@ -138,8 +140,8 @@ def _deep_ep(case, room, sets):
         x, ids, weights = outputs[:3]
         rows = dequantized(*x) if isinstance(x, tuple) else x.float()
         token, choice = rows_of(ids)
-        came = torch.bincount(ids[token, choice], minlength=case.experts // case.ranks)
-        return rows[token], came.float(), weights[token, choice]
+        received = torch.bincount(ids[token, choice], minlength=case.experts // case.ranks)
+        return rows[token], received.float(), weights[token, choice]
 
     if case.operator == "ep_dispatch":
         return Method(dispatch, plain, host_waits=True)

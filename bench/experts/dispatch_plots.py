@@ -1,20 +1,20 @@
-"""Plots of expert parallelism: microseconds against the tokens of a rank, one panel an operator and payload."""
+"""Plots of dispatch and combine: microseconds over tokens per rank, one panel per operator and payload."""
 
 from bench.experts.dispatch import PEERS
 from bench.report.plots import Figure, short
 
 _STYLES = {
-    "sequence": ("NCCL and permutes", "#e08214", "-"),
-    "sequence-known-splits": ("NCCL, splits known", "#fdb863", "-"),
+    "sequence": ("unfused (torch + NCCL)", "#e08214", "-"),
+    "sequence-known-splits": ("unfused, known splits", "#fdb863", "-"),
     **{name: (name, colour, "--") for name, colour in zip(PEERS, ("#7fbc41", "#8c6bb1"))},
     "tdkernels": ("ours", "#2166ac", "-"),
     "tdkernels-max-tokens": ("ours, max_tokens", "#67a9cf", "-"),
-    "tdkernels-direct": ("ours, max_tokens_per_rank", "#1a9850", "-"),
+    "tdkernels-direct": ("ours, low-latency", "#1a9850", "-"),
 }
 
 
 def figures(newest):
-    """One for each machine, layer and routing, eager or in CUDA graphs; ``newest``: see ``newest_runs``."""
+    """Return one figure per machine, layer, routing and mode; ``newest``: see ``dispatch_report.newest_runs``."""
     chosen = {place: runs for place, runs in newest.items() if place[4] != "ep_latency"}
     found = []
     for gpu, ranks, layer, routing, graph in sorted({(*place[:4], place[6]) for place in chosen}):
@@ -26,14 +26,14 @@ def figures(newest):
         hidden, experts, choices = layer
         usual = layer == (7168, 256, 8)
         caption = (
-            f"Expert parallelism, {ranks} x {gpu}, H = {hidden}, {experts} experts, {choices} a token"
+            f"Expert parallelism, {ranks} x {gpu}, H = {hidden}, {experts} experts, top-{choices}"
             f"{', skewed' if routing == 'skewed' else ''}{', in CUDA graphs' if graph else ''}; multicast {multicast}; "
-            "dotted: bytes on the wire over the best link rate"
+            "dotted: transfer time at the best link rate"
         )
-        words = [f"ep-{short(gpu)}x{ranks}"]
-        words += [] if usual else ["x".join(map(str, layer))]
-        words += ["skewed"] * (routing == "skewed") + ["graph"] * graph
-        found.append(Figure("-".join(words) + ".png", caption, None, panels, _panels))
+        name_parts = [f"ep-{short(gpu)}x{ranks}"]
+        name_parts += [] if usual else ["x".join(map(str, layer))]
+        name_parts += ["skewed"] * (routing == "skewed") + ["graph"] * graph
+        found.append(Figure("-".join(name_parts) + ".png", caption, None, panels, _panels))
     return found
 
 
@@ -49,13 +49,13 @@ def _panels(canvas, panels):
         floors = [(n, next(iter(runs[n].values()))["floor_ms"]) for n in counts]
         floors = [(n, ms * 1e3) for n, ms in floors if ms]
         if floors:
-            axis.plot(*zip(*floors, strict=True), ":", color="#777777", label="the wire")
+            axis.plot(*zip(*floors, strict=True), ":", color="#777777", label="transfer floor")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(counts, [str(n) for n in counts], rotation=45)
         axis.minorticks_off()
         axis.set_title(f"{operator}, {payload}" if operator == "ep_dispatch" else operator)
-        axis.set_xlabel("tokens of a rank")
+        axis.set_xlabel("tokens per rank")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("microseconds")

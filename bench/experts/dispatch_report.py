@@ -1,34 +1,41 @@
-"""Tables of expert parallelism, a part of the report: microseconds by the tokens of a rank."""
+"""Report section of expert-parallel dispatch and combine: tables of microseconds by tokens per rank."""
 
 from bench.experts import dispatch_plots
 from bench.experts.dispatch import PEERS
 
 _SEQUENCES = ("sequence", "sequence-known-splits")
 _OURS = ("tdkernels", "tdkernels-max-tokens", "tdkernels-direct", "tdkernels-again")
+_LABELS = {  # {method as stored in rows: column title}
+    "sequence": "unfused", "sequence-known-splits": "unfused, known splits",
+    "tdkernels": "ours", "tdkernels-max-tokens": "ours, max_tokens", "tdkernels-direct": "ours, low-latency",
+    "tdkernels-again": "ours, reused handle",
+}
 _INTRO = """## Expert parallelism
 
-- **sequence** is NCCL's all_to_all_single with the permutes around it in plain torch, the host waiting for the sizes;
-  **sequence-known-splits** is told them, and never waits, as in a graph. It sends a row for each choice.
-- **tdkernels** is a call as it comes, where the host waits for how many rows there are; **-max-tokens** one with a
-  capacity, for which it never waits; **-direct** one with a bound on the tokens of each rank (max_tokens_per_rank) as
-  well, so that few tokens leave before anything is counted; **-again** one by the handle of a dispatch before. All with
-  the best config that is known, rows from before 2026-11-23 with the default one.
-- **wire** is the floor: what the busiest GPU has to send or receive, each token once for a rank, over the best rate of
-  a link. **Efficiency** is wire / ours, **over sequence** is of ours, that with a capacity in graphs.
-- Outputs were checked against the reference before the clock started. DeepEP gives a token one row on a rank: spreading
-  and adding up, which the others do, are not in its times.
+- **unfused**: NCCL's all_to_all_single with permutes in plain torch, one row per top-k assignment. The host waits for
+  the sizes. **known splits**: the same with the sizes as arguments; the host never waits, so it can run in a graph.
+- **ours**: two-phase dispatch, where the host waits for the number of received rows. **max_tokens**: with this capacity
+  the host never waits. **low-latency**: with `max_tokens_per_rank` as well, so that tokens are sent before counts are
+  exchanged. **reused handle**: dispatch with the handle of an earlier dispatch. All use the best known config; rows
+  from before 2026-11-23 use the heuristic one.
+- **wire** is the floor: the bytes that the busiest GPU sends or receives, each token once per destination rank, over
+  the best rate of a link. **efficiency** is wire / ours. **x unfused** is the speedup of ours over unfused; in graphs
+  both are the variants that do not wait.
+- Outputs were checked against the reference before timing. DeepEP returns one row per token and rank; its times do not
+  include the replication to the experts and the sum of their results.
 """
 _HEAD = """### {title}, {ranks} x {gpu}
 
-Microseconds by the tokens of a rank; H = {hidden}, {experts} experts, {choices} a token{routing}. {date}, revision
-{git}; torch {torch}, triton {triton}, NCCL {nccl}; NVLink multicast {multicast}; best link rate {link}.
+Microseconds by tokens per rank; H = {hidden}, {experts} experts, top-{choices}{routing}. {date}, revision {git}; torch
+{torch}, triton {triton}, NCCL {nccl}; NVLink multicast {multicast}; best link rate {link}.
 """
 
 
 def text(rows, link):
-    """The section of all rows, which are those of ``ep.rows``; nothing if there are none.
+    """Return the section for rows of ``dispatch.rows``, or "" if there are none.
 
-    Args:     link: what shows a plots.Figure in the text
+    Args:
+        link: function that returns the Markdown of a plots.Figure.
     """
     newest = newest_runs(rows)
     tables = [_table(place, newest[place]) for place in sorted(newest)]
@@ -37,9 +44,9 @@ def text(rows, link):
 
 
 def newest_runs(rows):
-    """{(GPU, ranks, (H, E, k), routing, operator, payload, whether in a graph): {tokens: {method: row}}}.
+    """Return {(GPU, ranks, (H, E, k), routing, operator, payload, in a graph): {tokens: {method: row}}}.
 
-    Of each number of tokens the newest run. A latency's rows are in one place, in a graph or not.
+    Each token count has the newest run. Rows of ep_latency are not divided by eager and graph mode.
     """
     newest, dates = {}, {}
     for row in rows:
@@ -56,7 +63,7 @@ def newest_runs(rows):
 
 
 def ours(run):
-    """The row of ours that is compared with the sequence, or None."""
+    """Return the tdkernels row that is compared with the baseline, or None."""
     return next((run[name] for name in _OURS if name in run and run[name]["ms"]), None)
 
 
@@ -64,7 +71,8 @@ def _table(place, runs):
     gpu, ranks, (hidden, experts, choices), routing, operator, payload, graph = place
     settings = next(iter(runs[max(runs)].values()))
     methods = _in_order({name for run in runs.values() for name in run})
-    lines = [["tokens", *methods, "wire", "over sequence", "efficiency"], ["---:"] * (len(methods) + 4)]
+    titles = [_LABELS.get(name, name) for name in methods]
+    lines = [["tokens", *titles, "wire", "x unfused", "efficiency"], ["---:"] * (len(methods) + 4)]
     for tokens in sorted(runs):
         run = runs[tokens]
         row = ours(run) or {}
@@ -73,7 +81,7 @@ def _table(place, runs):
             str(tokens), *(_us(run.get(name)) for name in methods), f"{floor * 1e3:.1f}" if floor else "–",
             _factor(row.get("speedup")), _share(row.get("efficiency")),
         ])
-    what = "there and back, median / 99th percentile" if operator == "ep_latency" else ""
+    what = "dispatch + combine, median / 99th percentile" if operator == "ep_latency" else ""
     title = ", ".join(
         filter(None, [operator, payload if operator in ("ep_dispatch", "ep_latency") else "", what,
                       "in a CUDA graph" if graph else ""])
@@ -89,7 +97,7 @@ def _table(place, runs):
 
 
 def _in_order(names):
-    """NCCL, other libraries, ours; tries of other configs are not shown."""
+    """Order the columns: baselines, other libraries, tdkernels. Config overrides are not shown."""
     first = [*_SEQUENCES, *PEERS, *_OURS]
     return sorted((name for name in names if name in first), key=first.index)
 

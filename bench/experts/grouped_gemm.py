@@ -1,11 +1,11 @@
-"""Products of rows grouped by expert, on one GPU, against torch's grouped product and a product for each expert.
+"""Benchmark group_gemm on one GPU against torch's grouped GEMM and a loop of cuBLAS GEMMs.
 
-    cublas-loop      torch.mm for each expert, the splits known to the host, each into its rows of one output
-    torch-grouped    torch._grouped_mm, the splits on the device as in ours
-    tdkernels        a call as it comes
+    cublas-loop      torch.mm per expert into its rows of one output; the splits are known to the host
+    torch-grouped    torch._grouped_mm; the splits are on the device, as for tdkernels
+    tdkernels        group_gemm with its default arguments
 
-SwiGLU is torch's silu and product after theirs, and inside ours. The passes "dx" and "dw" are the gradients of the
-product alone. Speed-up is over the faster of the other two.
+SwiGLU is fused in tdkernels, and is torch's silu and multiplication after the GEMM in the others. The passes "dx" and
+"dw" are the gradients of the GEMM alone. The speed-up is over the faster of the other two methods.
 
     python -m tdkernels bench group_gemm --backward --seconds 50 [--shapes mixtral-tp8,RxNxKxE] [--routing skewed]
 """
@@ -30,13 +30,13 @@ OPERATORS = ["group_gemm"]
 ROUTINGS = ("balanced", "skewed")
 PEERS = ("cublas-loop", "torch-grouped")
 _SKEW = 0.6  # as in bench/experts/dispatch.py
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """x [rows, k] times w [experts, n, k]."""
+    """Grouped GEMM of x [rows, k] and w [experts, n, k]."""
 
     rows: int
     n: int
@@ -61,7 +61,7 @@ REHEARSAL_SHAPES = [Shape(24, 16, 24, 3, "swiglu", "rehearsal")]
 
 
 def parse_shapes(text):
-    """Shapes by name, or as RxNxKxE, with ',' between them; all of them if there is no text."""
+    """Parse comma-separated shape names, or sizes as RxNxKxE; without text return all shapes."""
     named, chosen = {shape.name: shape for shape in SHAPES}, []
     for word in text.split(",") if text else named:
         if word in named:
@@ -75,7 +75,7 @@ def parse_shapes(text):
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a pass, "forward", "dx" or "dw", of a shape."""
+    """One benchmark case: a shape and a pass, "forward", "dx" or "dw"."""
 
     shape: Shape
     routing: str
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def activation(self):
-        """Gradients are those of the product alone."""
+        """The activation of the forward; None for gradients, which are those of the GEMM alone."""
         return self.shape.activation if self.direction == "forward" else None
 
     @property
@@ -95,18 +95,18 @@ class Case:
         return 2 * self.shape.rows * self.shape.n * self.shape.k
 
     def inputs(self, seed):
-        """Operands, and the rows of each expert as the device and as the host know them; others for another seed."""
+        """Return the operands and the rows per expert, on the device and on the host, drawn with ``seed``."""
         shape, device = self.shape, rank_device()
         generator = torch.Generator(device).manual_seed(seed)
-        of_routing = torch.Generator().manual_seed(seed)
+        routing_generator = torch.Generator().manual_seed(seed)
 
         def draw(*sizes):
             return torch.randn(*sizes, generator=generator, dtype=DTYPE, device=device)
 
-        wanted = torch.ones(shape.experts)
+        probabilities = torch.ones(shape.experts)
         if self.routing == "skewed":
-            wanted = (torch.randperm(shape.experts, generator=of_routing) + 1.0) ** -_SKEW
-        ids = torch.multinomial(wanted, shape.rows, replacement=True, generator=of_routing)
+            probabilities = (torch.randperm(shape.experts, generator=routing_generator) + 1.0) ** -_SKEW
+        ids = torch.multinomial(probabilities, shape.rows, replacement=True, generator=routing_generator)
         counts = torch.bincount(ids, minlength=shape.experts)
         s = SimpleNamespace(splits=counts.int().to(device), offs=counts.cumsum(0).int().to(device))
         s.ends = counts.cumsum(0).tolist()
@@ -116,25 +116,25 @@ class Case:
 
 
 def cases(operators, shapes, routing, backward):
-    """The cases of a run; forwards first, should the time run out."""
+    """Yield the cases of a run; forwards come first, in case the time runs out."""
     for direction in ("forward", "dx", "dw") if backward else ("forward",):
         for _ in operators:
             yield from (Case(shape, routing, direction) for shape in shapes)
 
 
-# ---- On the rank ----
+# ---- on the rank ----
 
 
 @torch.no_grad()
 def measure(case, plan):
-    """As ``measure.measure``: [(method, whether in a CUDA graph, its times with "config", or {"absent": why})]."""
+    """Check and time all methods of a case. Returns the same as ``measure.measure``."""
     first = case.inputs(0)
     count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // (first.x.nbytes + first.w.nbytes))))
     sets = [first, *(case.inputs(seed) for seed in range(1, count))]
     calls, configs, absent = _methods(case, plan, first)
     references = _references(case, sets[:2])
     for name in list(calls):
-        reason = harness.why_it_fails(calls[name], first) or harness.why_it_is_wrong(calls[name], references)
+        reason = harness.failure_reason(calls[name], first) or harness.mismatch_reason(calls[name], references)
         if reason and name == "tdkernels":
             raise RuntimeError(f"{name}: {reason}")
         if reason:
@@ -146,16 +146,16 @@ def measure(case, plan):
     del references
     found = timed(calls, captured, sets, plan, configs, absent, not_captured)
     if rank_device().type == "cuda":
-        torch.cuda.empty_cache()  # the next shape may need all of it
+        torch.cuda.empty_cache()  # the next shape may need all memory
     return found
 
 
 def _methods(case, plan, first):
-    """({name: call}, {name: config}, {name: why it is absent})."""
-    calls = {"cublas-loop": lambda s: by_loop(case, s), "torch-grouped": lambda s: by_torch(case, s)}
+    """Return ({name: call}, {name: config}, {name: reason for absence})."""
+    calls = {"cublas-loop": lambda s: cublas_loop(case, s), "torch-grouped": lambda s: torch_grouped(case, s)}
     calls["tdkernels"] = lambda s: ours(case, s, None)
-    configs, absent = {"tdkernels": _config_of_a_call(case, first)}, {}
-    if case.direction != "forward":  # gradients take no other
+    configs, absent = {"tdkernels": _selected_config(case, first)}, {}
+    if case.direction != "forward":  # the gradients take no config argument
         return calls, configs, absent
     for number, override in enumerate(plan.overrides, 1):
         name = f"c{number} {json.dumps(override)}"
@@ -169,15 +169,15 @@ def _methods(case, plan, first):
 
 
 def _problem(case):
-    """What a pass is for the tuner: dx is a product of weights that lie the other way round."""
+    """Return the tuner's Problem of a pass. dx is a GEMM with transposed weights."""
     shape = case.shape
     n, k = (shape.k, shape.n) if case.direction == "dx" else (shape.n, shape.k)
     layout = {"forward": case.activation or "none", "dx": KN, "dw": DW}[case.direction]
     return Problem.on(rank_device(), "group_gemm", (shape.rows, n, k, shape.experts), DTYPE, layout, 1, 1)
 
 
-def _config_of_a_call(case, s):
-    """What runs where no config is given: the one that is known, or the default."""
+def _selected_config(case, s):
+    """Return the config that a call without an explicit config uses: the tuned one, or the heuristic."""
     problem = _problem(case)
     return known_config(s.x, problem.shape[1:], problem.layout) or _default(case)
 
@@ -195,7 +195,7 @@ def ours(case, s, config):
     return gradients[0 if want_dx else 1]
 
 
-def by_torch(case, s):
+def torch_grouped(case, s):
     if case.direction == "dw":
         return torch._grouped_mm(s.dy.t(), s.x, offs=s.offs)
     if case.direction == "dx":
@@ -203,7 +203,7 @@ def by_torch(case, s):
     return swiglu_ref(torch._grouped_mm(s.x, s.w.transpose(1, 2), offs=s.offs), case.activation)
 
 
-def by_loop(case, s):
+def cublas_loop(case, s):
     parts = [slice(begin, end) for begin, end in zip([0, *s.ends], s.ends, strict=False)]
     if case.direction == "dw":
         dw = torch.empty_like(s.w)
@@ -218,20 +218,20 @@ def by_loop(case, s):
 
 
 def _references(case, sets):
-    """Per set it, the results in fp32, and how far off plain torch is in the dtype."""
+    """Return [(operands, fp32 results, error of plain torch in the operands' dtype)], one entry per input set."""
     found = []
     for s in sets:
         dy = None if s.dy is None else s.dy.float()
-        exact = by_loop(case, SimpleNamespace(x=s.x.float(), w=s.w.float(), dy=dy, ends=s.ends))
-        found.append((s, exact, harness.errors(by_loop(case, s), exact)))
+        exact = cublas_loop(case, SimpleNamespace(x=s.x.float(), w=s.w.float(), dy=dy, ends=s.ends))
+        found.append((s, exact, harness.errors(cublas_loop(case, s), exact)))
     return found
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a method: what was measured and what follows from it."""
+    """Return one row per method, with the measured times and the derived values."""
     peers = {graph: [] for graph in (False, True)}
     for method, graph, times in found:
         if method in PEERS and times.get("ms"):

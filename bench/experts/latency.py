@@ -1,7 +1,7 @@
-"""A dispatch and a combine in a row, each pair of calls timed by itself: how long most take, and the slowest ones.
+"""Latency of a dispatch followed by a combine: each pair of calls is timed separately, for median and percentiles.
 
-What can be captured is replayed as a CUDA graph of one pair; the others run as they come. Methods take turns in blocks
-of calls, in random order.
+If a method can be captured, a CUDA graph of one pair is replayed; otherwise the pair runs eagerly. Methods are
+interleaved in blocks of calls, in random order.
 """
 
 import dataclasses
@@ -22,7 +22,9 @@ _REHEARSAL_CALLS = 4
 
 
 def measure(methods, sets, plan, configs, absent):
-    """As ``measure.timed``, of {name: ep_methods.Method}: "ms" is the median, "p99_ms" the 99th percentile."""
+    """Time {name: dispatch_methods.Method}. Returns the table of ``measure.timed``; "ms" is the median, "p99_ms" the
+    99th percentile.
+    """
     on_gpu = rank_device().type == "cuda"
     calls = CALLS if on_gpu and plan.burst_ms else _REHEARSAL_CALLS
     chosen, not_captured = {}, {}
@@ -38,7 +40,7 @@ def measure(methods, sets, plan, configs, absent):
     for _ in range(_BLOCKS):
         for key in order.sample(list(chosen), len(chosen)):
             times[key] += _one_by_one(chosen[key], sets[0], calls // _BLOCKS)
-    tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
+    tdkernels.synchronize()  # raises if a wait for a peer timed out during the measurement
     table = []
     for (name, graph), found in times.items():
         found.sort()
@@ -51,7 +53,7 @@ def measure(methods, sets, plan, configs, absent):
 
 
 def _one_by_one(call, inputs, count):
-    """ms from the end of each call to that of the next, on the device."""
+    """Return the device times in ms between the ends of consecutive calls."""
     device = rank_device()
     timing.barrier(device)
     for _ in range(_WARM_UP if device.type == "cuda" else 0):

@@ -1,4 +1,4 @@
-"""Sizes of layers of experts, by the names of the models that have them; of those divided by columns and by expert."""
+"""Named problem sizes of the MoE layers: tensor-parallel (tp_moe) and expert-parallel (ep_moe)."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TpShape:
-    """tp_moe: so many tokens of all ranks, experts of ``inner`` x ``hidden``, ``choices`` of them a token."""
+    """Shape of tp_moe: total tokens, experts of ``inner`` x ``hidden``, and ``choices`` experts per token (top-k)."""
 
     tokens: int
     inner: int
@@ -21,7 +21,7 @@ class TpShape:
 
 @dataclass(frozen=True)
 class EpShape:
-    """ep_moe: the same, without tokens, which are counted by rank."""
+    """Shape of ep_moe. The number of tokens per rank is a field of the case."""
 
     hidden: int
     inner: int
@@ -42,13 +42,13 @@ TP_SHAPES = [
     TpShape(2048, 1408, 2048, 64, 6, "deepseek-lite"),
 ]
 EP_SHAPES = [EpShape(4096, 2048, 256, 6, "h4096-e256"), EpShape(7168, 2048, 256, 8, "deepseek-v3")]
-EP_TOKENS = (4096, 1024, 128)  # of a rank; the largest first: so workspaces never grow
+EP_TOKENS = (4096, 1024, 128)  # per rank; the largest first, so that workspaces never grow
 TP_REHEARSAL = [TpShape(16, 32, 32, 4, 2, "rehearsal")]
 EP_REHEARSAL = [EpShape(32, 16, 4, 2, "rehearsal")]
 
 
 def parse(text, operators):
-    """(TpShapes, EpShapes) of names and sizes with ',' between them; all of the operators' if there is no text."""
+    """Parse comma-separated names and sizes into (TpShapes, EpShapes); without text all shapes of the operators."""
     known = {"tp_moe": TP_SHAPES, "ep_moe": EP_SHAPES}
     named = {shape.name: shape for operator in operators for shape in known[operator]}
     chosen = [_parsed(word, named, operators) for word in (text.split(",") if text else named)]

@@ -1,9 +1,10 @@
-"""Tensor-parallel experts against NCCL, torch's grouped product and permutes: halves, the layer, its gradients.
+"""Benchmark tp_moe, the tensor-parallel MoE layer, against NCCL, torch's grouped GEMM and permutes.
 
     python -m tdkernels bench tp_moe --backward [--shapes mixtral-8x7b,TxIxHxExk] [--routing skewed] [--cuda-graph]
 
-All parts and methods of a shape take turns in one run. The floor of a part is the larger of its grouped products alone
-and of what has to cross the wire, over the best rate of a link.
+The parts are the gate-up stage, the down stage, the whole forward, and forward plus backward. All parts and methods of
+a shape are interleaved in one run. The floor of a part is the larger of its grouped GEMMs alone and the transferred
+bytes over the best rate of a link.
 """
 
 from dataclasses import dataclass
@@ -18,20 +19,20 @@ from bench.dense.operators import DTYPE
 from bench.experts import permute_baseline
 from bench.experts.dispatch import drawn_ids
 from bench.experts.moe_shapes import TpShape
-from bench.experts.tp_moe_methods import ALONE, BOTH, FORWARDS, add_alone, in_fp32, one_by_one, ours, sequences
+from bench.experts.tp_moe_methods import ALONE, BOTH, FORWARDS, add_alone, in_fp32, loop_over_experts, ours, sequences
 from tdkernels.launch import rank_device
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 
 OPERATORS = ["tp_moe"]
-_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+_COLD_BYTES = 256 << 20  # total size of the input sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
-_OF_WEIGHTS = 1000  # added to a seed: other numbers than those of tokens
-_ALIGNED = 8  # elements: torch's grouped product wants rows of a multiple of 16 bytes
+_WEIGHT_SEED = 1000  # offset that separates the seeds of weights from the seeds of tokens
+_ALIGNMENT = 8  # elements; torch's grouped GEMM needs rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to measure, in ``parts``, on ``ranks`` ranks."""
+    """One benchmark case: all ``parts`` of a shape on ``ranks`` ranks."""
 
     shape: TpShape
     ranks: int
@@ -48,43 +49,43 @@ class Case:
 
     @property
     def rows(self):
-        """Of the grouped products."""
+        """Rows of the grouped GEMMs."""
         return self.shape.tokens * self.shape.choices
 
     @property
     def inner(self):
-        """Of this rank."""
+        """Inner size per rank."""
         return self.shape.inner // self.ranks
 
     def why_not(self):
-        """Why it cannot be measured, or None."""
+        """Return the reason why the case cannot be measured, or None."""
         shape = self.shape
         if shape.tokens % self.ranks:
             return f"{shape.tokens} tokens are not divisible by {self.ranks} ranks"
-        if shape.inner % (self.ranks * _ALIGNED) or shape.hidden % _ALIGNED:
-            return f"I / W = {shape.inner} / {self.ranks} and H = {shape.hidden} must be multiples of {_ALIGNED}"
+        if shape.inner % (self.ranks * _ALIGNMENT) or shape.hidden % _ALIGNMENT:
+            return f"I / W = {shape.inner} / {self.ranks} and H = {shape.hidden} must be multiples of {_ALIGNMENT}"
         if shape.choices > shape.experts:
             return f"k = {shape.choices} is more than E = {shape.experts}"
         return None
 
     def flops(self, part):
-        """Of a rank."""
+        """FLOP per rank."""
         down = 2 * self.rows * self.inner * self.shape.hidden
         return {"ag_gemm": 2 * down, "gemm_rs": down, "forward": 3 * down, BOTH: 9 * down}[part]
 
     def wire_bytes(self, part):
-        """What a GPU receives at least."""
+        """Minimum number of bytes that a GPU receives."""
         shards = self.shape.tokens * self.shape.hidden * DTYPE.itemsize * (self.ranks - 1) // self.ranks
         return shards * {"forward": 2, BOTH: 4}.get(part, 1)
 
     def weights(self, seed):
-        """(w_gate_up, w_down) of this rank."""
-        shape, draw = self.shape, self._draw(_OF_WEIGHTS + seed)
+        """Return (w_gate_up, w_down) of this rank."""
+        shape, draw = self.shape, self._draw(_WEIGHT_SEED + seed)
         w_gate_up = draw(shape.experts, 2 * self.inner, shape.hidden).mul_(shape.hidden**-0.5)
         return w_gate_up, draw(shape.experts, shape.hidden, self.inner).mul_(shape.inner**-0.5)
 
     def inputs(self, seed, weights):
-        """This rank's operands with these weights; others for another seed."""
+        """Return this rank's operands with ``weights``, drawn with ``seed``."""
         shape, draw, me = self.shape, self._draw(seed), dist.get_rank()
         tokens = shape.tokens // self.ranks
         ids = drawn_ids(self.ranks, tokens, shape.experts, shape.choices, self.routing, seed)
@@ -99,30 +100,30 @@ class Case:
 
 
 def cases(operators, shapes, ranks, routing, backward):
-    """The cases of a run."""
+    """Yield the cases of a run."""
     for _ in operators:
         yield from (Case(shape, ranks, routing, backward) for shape in shapes)
 
 
-# ---- On the ranks ----
+# ---- on the ranks ----
 
 
 @harness.measurement
 def measure(case, plan):
-    """As ``measure.measure``, of methods (part, name)."""
+    """Check and time all methods of a case. See ``multi_method.measure``."""
     sets = _input_sets(case)
-    add_up = permute_baseline.quicker_sum(case.shape.tokens, case.shape.hidden, sets[0].weights.repeat(case.ranks, 1))
+    add_up = permute_baseline.fastest_sum(case.shape.tokens, case.shape.hidden, sets[0].weights.repeat(case.ranks, 1))
     return multi_method.measure(
         case.parts, sets, plan,
         methods_of=lambda part: _methods(case, part, sets, plan, add_up),
         alone_of=ALONE.get,
-        references_of=lambda part: _references(part, sets[:2], add_up),  # two: our workspaces have two halves
+        references_of=lambda part: _references(part, sets[:2], add_up),  # two, because workspaces are double-buffered
         config_of=lambda part: _default_config(case, part, sets[0]),
     )
 
 
 def _input_sets(case):
-    """At least two sets of tokens; of the weights as many as it takes until they are in no cache."""
+    """Return at least two sets of tokens, and enough sets of weights to exceed the caches."""
     weights = [case.weights(0)]
     nbytes = sum(w.nbytes for w in weights[0])
     count = max(1, min(_MAX_SETS, -(-_COLD_BYTES // nbytes))) if rank_device().type == "cuda" else 1
@@ -134,15 +135,15 @@ def _input_sets(case):
 
 
 def _methods(case, part, sets, plan, add_up):
-    """({name: Method}, {name: why it is absent})."""
+    """Return ({name: Method}, {name: reason for absence})."""
     methods = {"sequence": sequences(add_up)[part], "tdkernels": ours(part, sets, None)}
     default = _default_config(case, part, sets[0])
-    tries, absent = multi_method.overridden(plan, default, _override, lambda config: ours(part, sets, config))
-    return methods | tries, absent
+    overrides, absent = multi_method.overridden(plan, default, _override, lambda config: ours(part, sets, config))
+    return methods | overrides, absent
 
 
 def _default_config(case, part, s):
-    """What a call without one takes; of a whole layer, whose halves each have their own, the first half's."""
+    """Return the heuristic config. The stages of a whole layer have separate configs; return the gate-up stage's."""
     w = s.w_down if part == "gemm_rs" else s.w_gate_up
     shape = case.shape
     return tp_moe_config.default_config(
@@ -151,20 +152,20 @@ def _default_config(case, part, s):
 
 
 def _references(part, sets, add_up):
-    """Per set it, the results in fp32, and how far off NCCL and torch are in the dtype."""
-    exact, plain = sequences(add_up, one_by_one)[part], sequences(add_up)[part]
+    """Return [(operands, fp32 results, errors of torch + NCCL in the operands' dtype)], one entry per input set."""
+    exact, plain = sequences(add_up, loop_over_experts)[part], sequences(add_up)[part]
     found = []
     for s in sets:
-        wanted = exact.plain(exact.call(in_fp32(s)))
-        found.append((s, wanted, harness.errors(plain.plain(plain.call(s)), wanted)))
+        expected = exact.plain(exact.call(in_fp32(s)))
+        found.append((s, expected, harness.errors(plain.plain(plain.call(s)), expected)))
     return found
 
 
-# ---- In the calling process ----
+# ---- in the calling process ----
 
 
 def rows(case, found, link_gbps):
-    """One row a part and method: what was measured and what follows from it."""
+    """Return one row per part and method, with the measured times and the derived values."""
     shape = case.shape
     common = {
         "op": case.operator, "what": "tp_moe", "shape": str(shape), "name": f"{shape.name} {case.routing}".strip(),

@@ -1,13 +1,14 @@
-"""What the operators would take on several nodes: a cost model, made of pieces measured on one. Nothing here was run.
+"""Cost model of the operators on several nodes, from single-node measurements. All results are predictions.
 
-A rank is node * L + local: N nodes of L ranks, W = N * L in all. NVLink joins the ranks of a node; a network card of
-its own joins each rank to those of other nodes that have its local rank. The operators are hierarchical: what is for
-another node crosses the network once, between ranks of one local rank, and goes on or is added up inside the node.
+There are N nodes of L ranks, W = N * L ranks in total; rank = node * L + local rank. NVLink connects the ranks of a
+node. Each rank has its own network card, which connects it to the ranks of other nodes with the same local rank. The
+operators are hierarchical: data for another node crosses the network once, between ranks of equal local rank, and is
+forwarded or reduced inside the node.
 
-Products with communication are here, tokens and decoding in `token_model.py`.
+This file has the dense operators; `token_model.py` has dispatch, combine and decoding.
 
-Every number that is not a size of the problem is a field of `Machine`, which says of each where it was measured or why
-it is assumed. Times are ms and sizes bytes, unless a name says otherwise; rates are GB/s each way of one GPU.
+All parameters other than problem sizes are fields of `Machine`, which documents where each was measured or why it is
+assumed. Times are in ms and sizes in bytes unless the name says otherwise; rates are GB/s per direction and GPU.
 """
 
 import math
@@ -48,40 +49,40 @@ def _chosen(value, what):
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the model knows besides sizes. What is measured comes from rows, by `nodes_measured.machine`."""
+    """Parameters of the model. ``measured_inputs.machine`` computes the measured ones from rows."""
 
-    # ---- measured: medians and extremes of rows under results/, never typed ----
-    products: object = _measured("tuning.jsonl: GEMMs of cuBLAS alone, at any number of GPUs; see Products")
-    best_link_gbps: float = _measured("copy engine, best pair of GPUs; for floors only")
-    link_gbps: float = _measured("tuning.jsonl, most GPUs: NVLink bytes / ours where the wire is what counts, median")
-    ag_share: float = _measured("the same rows: (ours - GEMM) / NVLink time of ag_gemm with a longer GEMM, median")
-    rs_share: float = _measured("the same of gemm_rs: what pushing and adding up take from the product")
-    ar_share: float = _measured("the same of gemm_ar, whose rows are of fewer GPUs")
-    nccl_gather_gbps: float = _measured("the same rows: bytes / (sequence - GEMM) of ag_gemm, median")
-    nccl_scatter_gbps: float = _measured("the same of gemm_rs")
-    nccl_reduce_gbps: float = _measured("the same of gemm_ar, whose rows are of fewer GPUs")
-    exchange_us: float = _measured("all_gather.jsonl: ours of 1 KiB in a CUDA graph: a launch, a push, a signal")
-    dispatch_us: float = _measured("ep_dispatch.jsonl, fewest GPUs: fewest tokens in a CUDA graph, counts included")
-    dispatch_memory_gbps: float = _measured("the same: most tokens, traffic of memory / what they take beyond that")
+    # ---- measured: medians and extremes of rows under results/ ----
+    gemms: object = _measured("tuning.jsonl: cuBLAS alone, any number of GPUs; see GemmTimes")
+    best_link_gbps: float = _measured("copy engine, best pair of GPUs; used for floors only")
+    link_gbps: float = _measured("tuning.jsonl, most GPUs: NVLink bytes / tdkernels of wire-bound shapes, median")
+    ag_share: float = _measured("same rows: (tdkernels - GEMM) / NVLink time of GEMM-bound ag_gemm, median")
+    rs_share: float = _measured("same for gemm_rs: slowdown of the GEMM by pushing and reducing")
+    ar_share: float = _measured("same for gemm_ar, from rows with fewer GPUs")
+    nccl_gather_gbps: float = _measured("same rows: bytes / (torch + NCCL - GEMM) of ag_gemm, median")
+    nccl_scatter_gbps: float = _measured("same for gemm_rs")
+    nccl_reduce_gbps: float = _measured("same for gemm_ar, from rows with fewer GPUs")
+    exchange_us: float = _measured("all_gather.jsonl: tdkernels, 1 KiB in a CUDA graph: one launch, push and signal")
+    dispatch_us: float = _measured("ep_dispatch.jsonl, fewest GPUs: fewest tokens in a CUDA graph, with the counts")
+    dispatch_memory_gbps: float = _measured("same: most tokens, memory traffic / (time - dispatch_us)")
     combine_us: float = _measured("ep_combine.jsonl, fewest GPUs: fewest tokens in a CUDA graph")
-    combine_memory_gbps: float = _measured("the same: most tokens, traffic of memory / what they take beyond that")
-    attention: object = _measured("flash_decode.jsonl: a rank alone, in a CUDA graph; batch 1, 96 / 12 heads of 128")
-    torch_attention: object = _measured("the same: the fastest attention of torch")
-    decode_exchange_us: float = _measured("the same, fewest GPUs: what ours takes beyond a rank alone, median")
-    decode_sequence_us: float = _measured("the same: what NCCL and the merge in torch take beyond that, median")
+    combine_memory_gbps: float = _measured("same: most tokens, memory traffic / (time - combine_us)")
+    attention: object = _measured("flash_decode.jsonl: one rank alone, in a CUDA graph; batch 1, 96 / 12 heads of 128")
+    torch_attention: object = _measured("same: torch's fastest attention")
+    decode_exchange_us: float = _measured("same, fewest GPUs: tdkernels minus one rank alone, median")
+    decode_sequence_us: float = _measured("same: torch + NCCL with the merge, minus torch's attention, median")
 
-    # ---- assumed: nobody here has had a network ----
-    network_gbps: float = _assumed(50.0, "400 Gb/s of network for each GPU, each way")
-    network_efficiency: float = _assumed(0.9, "of that, for large puts; DeepEP publishes 43 GB/s over such a card")
-    network_us: float = _assumed(5.0, "from a put with a signal to its arrival, through one switch")
-    network_byte_cost: float = _assumed(1.0, "what a byte on the network costs multiprocessors, against one on NVLink")
-    count_trips: int = _assumed(1, "trips over the network before tokens leave: ep_dispatch says how many will come")
+    # ---- assumed: there are no measurements on a network ----
+    network_gbps: float = _assumed(50.0, "400 Gb/s of network per GPU and direction")
+    network_efficiency: float = _assumed(0.9, "fraction of it for large puts; DeepEP publishes 43 GB/s on such a card")
+    network_us: float = _assumed(5.0, "latency of a put with a signal through one switch")
+    network_byte_cost: float = _assumed(1.0, "SM time per network byte, relative to an NVLink byte")
+    count_trips: int = _assumed(1, "network trips before tokens are sent: ep_dispatch exchanges counts")
 
-    # ---- chosen: constants of the GPU, and configs that the tuner mostly took on one node ----
-    num_sms: int = _chosen(132, "multiprocessors of an H200")
-    tile: tuple = _chosen((128, 256), "rows and columns of the product's tiles; the tuner's, mostly")
-    chunk_rows: int = _chosen(128, "rows of ag_gemm's chunks, which have a signal each; the tuner's, mostly")
-    item_tiles: int = _chosen(4, "tiles of one transfer of gemm_rs and gemm_ar; the tuner's, mostly")
+    # ---- chosen: constants of the GPU, and typical tuned configs on one node ----
+    num_sms: int = _chosen(132, "SMs of an H200")
+    tile: tuple = _chosen((128, 256), "rows and columns of a GEMM tile, as mostly tuned")
+    chunk_rows: int = _chosen(128, "rows of ag_gemm's chunks, each with a signal, as mostly tuned")
+    item_tiles: int = _chosen(4, "tiles per transfer of gemm_rs and gemm_ar, as mostly tuned")
 
     @property
     def network_rate(self):
@@ -89,7 +90,7 @@ class Machine:
 
 
 def with_links(machine, gbps):
-    """The same GPUs with other NVLinks: all rates are gbps, and a byte costs the product what it did."""
+    """Return the machine with another NVLink rate; the slowdown of a GEMM per byte is unchanged."""
     shares = ("ag_share", "rs_share", "ar_share")
     rates = ("best_link_gbps", "link_gbps", "nccl_gather_gbps", "nccl_scatter_gbps", "nccl_reduce_gbps")
     scaled = {name: getattr(machine, name) * gbps / machine.link_gbps for name in shares}
@@ -97,17 +98,17 @@ def with_links(machine, gbps):
 
 
 def provenance():
-    """[(field, kind, source)] of a Machine."""
+    """Return [(field, kind, source)] of a Machine."""
     return [(one.name, one.metadata["kind"], one.metadata["source"]) for one in fields(Machine)]
 
 
 def ms(nbytes, gbps):
-    """bytes / rate."""
+    """Return the ms of a transfer."""
     return nbytes / gbps / 1e6
 
 
 def line(known, size):
-    """Through the two known points (size, ms) beside a size, straight; beyond the last ones the same way on."""
+    """Interpolate ms linearly between the two nearest known points (size, ms); extrapolate beyond the ends."""
     known = sorted(known)
     if len(known) < 2:
         raise ValueError(f"line: a line needs two points, not {len(known)}")
@@ -117,21 +118,20 @@ def line(known, size):
 
 
 @dataclass(frozen=True)
-class Products:
-    """Times of products that were measured, and by their rates those of others.
+class GemmTimes:
+    """Measured GEMM times, and estimates for other sizes.
 
     known:  {(m, n, k) of one GPU: ms}
     """
 
     known: dict
     nearest = 3
-    softening = 0.1  # of distances, in octaves, so that no single neighbour outweighs the others much
+    softening = 0.1  # octaves added to distances, which limits the weight of a single neighbour
 
     def ms(self, m, n, k):
-        """2 m n k over a rate, that of the three nearest products (in octaves of m, n, k), the nearer the more.
+        """Return the measured time, or 2 m n k over the distance-weighted mean rate of the three nearest GEMMs.
 
-        A product that was measured has the time that it took. Waves of tiles that do not come out even are in the
-        neighbours' rates only.
+        Distances are in octaves of m, n and k. Wave quantization enters only through the neighbours' rates.
         """
         if (m, n, k) in self.known:
             return self.known[m, n, k]
@@ -141,32 +141,34 @@ class Products:
         return 2 * m * n * k / (sum(w * rate for w, rate in zip(weights, rates)) / sum(weights))
 
     def is_far(self, m, n, k):
-        """Whether the nearest product that was measured is more than an octave away."""
+        """Whether the nearest measured GEMM is more than an octave away."""
         return min(octaves(sizes, (m, n, k)) for sizes in self.known) > 1
 
     def without(self, sizes):
-        """As if one had not been measured: what the others say of it is how far the rest can be trusted."""
-        return Products({known: time for known, time in self.known.items() if known != sizes})
+        """Return the times without one size, for leave-one-out validation."""
+        return GemmTimes({known: time for known, time in self.known.items() if known != sizes})
 
 
-def octaves(some, others):
-    """The distance of two products: the root of the sum of log2(a / b) squared, of m, n and k."""
-    return math.dist([math.log2(size) for size in some], [math.log2(size) for size in others])
+def octaves(a, b):
+    """Return the distance of two GEMMs: the Euclidean norm of log2(a / b) over m, n and k."""
+    return math.dist([math.log2(size) for size in a], [math.log2(size) for size in b])
 
 
-# ---- products with communication ----
+# ---- dense operators ----
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a rank sends: over the network, and over NVLink, what it passes on included."""
+    """Bytes that a rank sends over the network and over NVLink, including forwarded data."""
 
     network: float
     link: float
 
 
 def ag_gemm_bytes(m, k, world):
-    """A shard of m k 2 / W bytes: N - 1 times over the network; those of all N nodes to L - 1 local peers.
+    """Return the bytes sent by a rank. A shard has 2 m k / W bytes.
+
+    A rank sends its shard to the N - 1 other nodes, and one shard of each of the N nodes to its L - 1 local peers.
 
     network = (N - 1) shard, link = N (L - 1) shard
     """
@@ -175,7 +177,9 @@ def ag_gemm_bytes(m, k, world):
 
 
 def gemm_rs_bytes(m, n, world):
-    """Blocks of m n 2 / W bytes: N (L - 1) partials to local peers, N - 1 sums of the node to other nodes.
+    """Return the bytes sent by a rank. A block has 2 m n / W bytes.
+
+    A rank sends N (L - 1) partial blocks to its local peers, and N - 1 reduced blocks of its node to other nodes.
 
     network = (N - 1) block, link = N (L - 1) block
     """
@@ -184,9 +188,11 @@ def gemm_rs_bytes(m, n, world):
 
 
 def gemm_ar_bytes(m, n, world, once=False):
-    """An owner has m n 2 / L bytes of tiles: its sums to N - 1 owners, partials and results to L - 1 local peers.
+    """Return the bytes sent by a rank. A rank owns 2 m n / L bytes of tiles.
 
-    network = (N - 1) owned, or where one owner of a tile adds for all, ``once``, 2 (N - 1) / N owned
+    It sends its node's sums to the N - 1 other owners, and partials and results to its L - 1 local peers.
+
+    network = (N - 1) owned; if one owner of a tile reduces it for all nodes (``once``), 2 (N - 1) / N owned
     link = 2 (L - 1) owned
     """
     owned = m * n * ITEM / world.local
@@ -196,17 +202,19 @@ def gemm_ar_bytes(m, n, world, once=False):
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of one operator: the product alone, what is sent at the rates of the model, and what comes of it.
+    """Predicted ms of one operator.
 
-    sequence:   NCCL's collective and cuBLAS, one after the other
-    floor:      the largest of the product, the network at its full rate and NVLink at its best; of the network as
-                little as either of ours and NCCL's sends
-    far:        whether no product that was measured is near this one
+    gemm:           the GEMM alone
+    network, link:  transfer times at the rates of the model
+    sequence:       the unfused baseline, NCCL's collective and cuBLAS
+    floor:          the largest of the GEMM, the network at its full rate and NVLink at its best rate; for the network
+                    the smaller volume of tdkernels and NCCL
+    far:            whether no measured GEMM is near this one
     """
 
     world: World
     sent: Bytes
-    product: float
+    gemm: float
     network: float
     link: float
     sequence: float
@@ -224,84 +232,85 @@ class Cost:
 
     @property
     def hidden(self):
-        """product / ours: 1 is communication that costs nothing."""
-        return self.product / self.ours
+        """GEMM / ours: 1 if the communication is fully hidden."""
+        return self.gemm / self.ours
 
     @property
     def bound(self):
-        """What takes longest by itself."""
-        times = {"product": self.product, "NVLink": self.link, "network": self.network}
+        """The longest of GEMM, NVLink and network."""
+        times = {"GEMM": self.gemm, "NVLink": self.link, "network": self.network}
         return max(times, key=times.get)
 
 
 def ag_gemm(machine, m, n, k, world):
-    """x [M / W, K] of all ranks times our weight [N / W, K].
+    """Cost of all_gather(x [M / W, K]) @ weight.T with weight [N / W, K].
 
-    ours = max(stall + product + share, communication + last)
-        stall           of the product after its own node's shards until the first chunk from the network has come:
-                        max(0, network_us + chunk / network + exchange_us - product / N), nothing on one node
+    ours = max(stall + GEMM + share, communication + last)
+        stall           wait of the GEMM, after the shards of its own node, for the first chunk from the network:
+                        max(0, network_us + chunk / network + exchange_us - GEMM / N); 0 on one node
         communication   max(network, link)
-        last            the last chunk: on several nodes network_us, passing it on and exchange_us; and its tiles
+        last            the last chunk: its tiles and, on several nodes, network_us, its forwarding and exchange_us
     """
-    sent, product = ag_gemm_bytes(m, k, world), machine.products.ms(m, n // world.ranks, k)
+    sent, gemm = ag_gemm_bytes(m, k, world), machine.gemms.ms(m, n // world.ranks, k)
     network, link = wire(machine, sent)
     rows = min(machine.chunk_rows, m / world.ranks)
     chunk = rows * k * ITEM
-    far_away = trip(machine, world)
-    stall = max(0.0, far_away + ms(chunk, machine.network_rate) - product / world.nodes) if far_away else 0.0
-    passed_on = ms(chunk * (world.local - 1), machine.link_gbps) if far_away else 0.0
-    computing = stall + product + _share(machine, machine.ag_share, sent)
-    ours = max(computing, max(network, link) + far_away + passed_on + product * rows / m)
-    far = machine.products.is_far(m, n // world.ranks, k)
-    return _cost(machine, world, sent, product, machine.nccl_gather_gbps, ours, far)
+    trip_ms = trip(machine, world)
+    stall = max(0.0, trip_ms + ms(chunk, machine.network_rate) - gemm / world.nodes) if trip_ms else 0.0
+    forwarding = ms(chunk * (world.local - 1), machine.link_gbps) if trip_ms else 0.0
+    computing = stall + gemm + _share(machine, machine.ag_share, sent)
+    ours = max(computing, max(network, link) + trip_ms + forwarding + gemm * rows / m)
+    far = machine.gemms.is_far(m, n // world.ranks, k)
+    return _cost(machine, world, sent, gemm, machine.nccl_gather_gbps, ours, far)
 
 
 def gemm_rs(machine, m, n, k, world):
-    """x [M, K / W] times weight [N, K / W], added up inside the nodes and then between them; see `_adding_up`."""
-    sent, product = gemm_rs_bytes(m, n, world), machine.products.ms(m, n, k // world.ranks)
-    ours = _adding_up(machine, product, sent, m, n, machine.rs_share, world)
-    far = machine.products.is_far(m, n, k // world.ranks)
-    return _cost(machine, world, sent, product, machine.nccl_scatter_gbps, ours, far)
+    """Cost of reduce_scatter(x [M, K / W] @ weight.T), reduced in the nodes and then between them; see `_reducing`."""
+    sent, gemm = gemm_rs_bytes(m, n, world), machine.gemms.ms(m, n, k // world.ranks)
+    ours = _reducing(machine, gemm, sent, m, n, machine.rs_share, world)
+    far = machine.gemms.is_far(m, n, k // world.ranks)
+    return _cost(machine, world, sent, gemm, machine.nccl_scatter_gbps, ours, far)
 
 
 def gemm_ar(machine, m, n, k, world, once=None):
-    """The same for all ranks: an owner sends its node's sum to the N - 1 owners of the tile on other nodes.
+    """Cost of all_reduce(x [M, K / W] @ weight.T). Owners of a tile exchange the sums of their nodes.
 
-    Args:     once: instead of that, which costs a second trip over the network, the owner of the tile on one of the
-              nodes adds up and sends the result to the others: 2 (N - 1) / N as many bytes instead of N - 1, which is
-              also what NCCL sends. As the operator chooses, if not told
+    Args:
+        once: instead, the owner on one node reduces the tile and sends the result to the other nodes. This sends
+            2 (N - 1) / N times the tile instead of N - 1 times, as NCCL does, and needs a second network trip.
+            None uses the choice of the operator.
     """
     if once is None:
         once = adds_once(world.nodes, m * n * ITEM / world.local)
-    sent, product = gemm_ar_bytes(m, n, world, once), machine.products.ms(m, n, k // world.ranks)
+    sent, gemm = gemm_ar_bytes(m, n, world, once), machine.gemms.ms(m, n, k // world.ranks)
     second = trip(machine, world) if once else 0.0
-    ours = second + _adding_up(machine, product, sent, m, n, machine.ar_share, world)
-    far = machine.products.is_far(m, n, k // world.ranks)
+    ours = second + _reducing(machine, gemm, sent, m, n, machine.ar_share, world)
+    far = machine.gemms.is_far(m, n, k // world.ranks)
     nccl = gemm_ar_bytes(m, n, world, once=True)
-    return _cost(machine, world, sent, product, machine.nccl_reduce_gbps, ours, far, nccl)
+    return _cost(machine, world, sent, gemm, machine.nccl_reduce_gbps, ours, far, nccl)
 
 
-def _adding_up(machine, product, sent, m, n, share, world):
-    """ours = max(product + share, wave + max(network, link)) + last
+def _reducing(machine, gemm, sent, m, n, share, world):
+    """Return ours = max(GEMM + share, wave + max(network, link)) + last.
 
-    wave    the first tiles, before which there is nothing to send: product / ceil(tiles / multiprocessors)
+    wave    the first wave of tiles, before which there is nothing to send: GEMM / ceil(tiles / SMs)
     last    on several nodes the last transfer: exchange_us, network_us and its bytes over the network
     """
     tiles = math.ceil(m / machine.tile[0]) * math.ceil(n / machine.tile[1])
-    wave = product / math.ceil(tiles / machine.num_sms)
-    far_away = trip(machine, world)
+    wave = gemm / math.ceil(tiles / machine.num_sms)
+    trip_ms = trip(machine, world)
     item = machine.item_tiles * math.prod(machine.tile) * ITEM
-    last = far_away + ms(min(item, m * n * ITEM), machine.network_rate) if far_away else 0.0
-    return max(product + _share(machine, share, sent), wave + max(wire(machine, sent))) + last
+    last = trip_ms + ms(min(item, m * n * ITEM), machine.network_rate) if trip_ms else 0.0
+    return max(gemm + _share(machine, share, sent), wave + max(wire(machine, sent))) + last
 
 
 def wire(machine, sent):
-    """(network, link) at the rates of the model."""
+    """Return the transfer times (network, link) in ms at the rates of the model."""
     return ms(sent.network, machine.network_rate), ms(sent.link, machine.link_gbps)
 
 
 def _share(machine, share, sent):
-    """What the product loses to communication: multiprocessors that push and add up, and memory that they share.
+    """Return the slowdown of the GEMM in ms by communication, which uses SMs and memory bandwidth.
 
     share (link bytes + network_byte_cost network bytes) / link rate
     """
@@ -309,24 +318,24 @@ def _share(machine, share, sent):
 
 
 def trip(machine, world):
-    """From a rank of another node to a local peer of ours: network_us + exchange_us; 0 on one node."""
+    """Return the latency from another node to a local peer: network_us + exchange_us; 0 on one node."""
     return (machine.network_us + machine.exchange_us) / 1e3 if world.nodes > 1 else 0.0
 
 
-def _cost(machine, world, sent, product, nccl_gbps, ours, far, nccl=None):
-    """Args:     nccl: what NCCL's collective sends, if that is not what ours does."""
+def _cost(machine, world, sent, gemm, nccl_gbps, ours, far, nccl=None):
+    """Return the Cost. ``nccl`` is the bytes sent by NCCL's collective, if they differ from ``sent``."""
     nccl = nccl or sent
     network, link = wire(machine, sent)
     least = min(sent.network, nccl.network)
-    floor = max(product, ms(least, machine.network_gbps), ms(sent.link, machine.best_link_gbps))
-    sequence = product + collective(machine, nccl, nccl_gbps, world)
-    return Cost(world, sent, product, network, link, sequence, ours, floor, far)
+    floor = max(gemm, ms(least, machine.network_gbps), ms(sent.link, machine.best_link_gbps))
+    sequence = gemm + collective(machine, nccl, nccl_gbps, world)
+    return Cost(world, sent, gemm, network, link, sequence, ours, floor, far)
 
 
 def collective(machine, sent, nccl_gbps, world):
-    """NCCL: max(network bytes / our network rate, link bytes / its rate on one node) + (N - 1) network_us.
+    """NCCL: max(network bytes / network rate, link bytes / NCCL's rate on one node) + (N - 1) network_us.
 
-    Assumed: NCCL fills the network as well as we do, and hides the smaller of both behind the larger.
+    Assumption: NCCL reaches the same network rate as tdkernels, and overlaps network and NVLink.
     """
     hops = (world.nodes - 1) * machine.network_us / 1e3
     return max(ms(sent.network, machine.network_rate), ms(sent.link, nccl_gbps)) + hops

@@ -1,15 +1,15 @@
-"""What Triton-distributed publishes of several nodes, and on what: figures to stand beside predictions.
+"""Multi-node results published by Triton-distributed, for comparison with the predictions.
 
-Read on the README and its pictures at revision 1512a81 (July 2026). Bars were measured in the pictures.
+Source: its README and plots at revision 1512a81 (July 2026). Values of bars were measured in the plots.
 """
 
 _README = "https://github.com/ByteDance-Seed/Triton-distributed/blob/main/README.md"
 _ASSETS = "https://github.com/ByteDance-Seed/Triton-distributed/blob/main/asset"
 _DEEPEP = "https://github.com/deepseek-ai/DeepEP/blob/main/docs/legacy.md"
 
-H800_LINK_GBPS = 160.0  # what DeepEP gives as the most of an H800's NVLink
+H800_LINK_GBPS = 160.0  # maximum NVLink rate of an H800 according to DeepEP
 
-# {operator: {(M, N, K): x PyTorch + NCCL}} on 2 nodes of 8 H800; heights of bars, +- 0.02.
+# {operator: {(M, N, K): speedup over PyTorch + NCCL}} on 2 nodes of 8 H800; heights of bars, +- 0.02.
 TWO_NODES = {
     "ag_gemm": {
         (8192, 49152, 12288): 1.36, (16384, 49152, 12288): 1.51, (32768, 11008, 4096): 1.07,
@@ -22,28 +22,28 @@ TWO_NODES = {
     },
 }
 
-# Tokens a rank, H, k, E. The README says the first three; E is the default of their tutorial 04-deepseek-infer-all2all.
+# Tokens per rank, H, k, E. The README gives the first three; E is the default of tutorial 04-deepseek-infer-all2all.
 ALL_TO_ALL = (128, 7168, 8, 256)
 ALL_TO_ALL_US = {
-    "published: Triton-distributed, 32 H800": 137,
-    "published there: DeepEP, 32 H800, without NVLink": 182,
-    "published by DeepEP: dispatch, 32 H800, without NVLink": 155,
+    "published by Triton-distributed, 32 H800": 137,
+    "DeepEP, published by Triton-distributed, 32 H800, without NVLink": 182,
+    "DeepEP dispatch, published by DeepEP, 32 H800, without NVLink": 155,
 }
 
-# {keys of all ranks: us on 1, 2 and 4 nodes of 8 H800}; heights of bars, +- 2. Heads are not said there; a rank's rate
-# at 1M keys, 2.7 TB/s, fits these.
+# {keys of all ranks: us on 1, 2 and 4 nodes of 8 H800}; heights of bars, +- 2. The number of heads is not published;
+# with DECODE_HEADS the rate of a rank at 1M keys is 2.7 TB/s, which is plausible.
 DECODE_US = {
     2**16: (36, 45, 52), 2**17: (58, 54, 55), 2**18: (92, 74, 63), 2**19: (161, 109, 82), 2**20: (299, 178, 116),
 }
 DECODE_HEADS = (96, 128)
 
-NOTE = f"""What is published was measured, but on other machines: nodes of 8 H800, whose NVLink has half the rate
-([DeepEP gives]({_DEEPEP}) {H800_LINK_GBPS:.0f} GB/s) and
-whose memory has 0.7 of it. So the products are asked for twice, with the links of H200 and with such links, both with
-everything else as it is here. Published factors are over PyTorch and NCCL, whose network the model does not know.
+NOTE = f"""The published results were measured on other machines: nodes of 8 H800, which have half the NVLink rate
+([{H800_LINK_GBPS:.0f} GB/s according to DeepEP]({_DEEPEP})) and
+0.7 of the memory rate. The dense operators are therefore predicted twice, with the links of H200 and with the links of
+H800; all other inputs are unchanged. Published speedups are over PyTorch + NCCL on a network unknown to the model.
 
 Sources: [README]({_README}) (137 and 182 µs), and
-bars, read off by the pixel (+- 0.02, +- 2 µs), of
+heights of bars (+- 0.02, +- 2 µs) in the plots of
 [AG-GEMM]({_ASSETS}/ag-gemm-internode-perf.png),
 [GEMM-RS]({_ASSETS}/gemm-rs-internode-perf.png) and
 [flash-decode]({_ASSETS}/flash-decode-scaling.png).

@@ -1,6 +1,6 @@
-"""What the cost model says of several nodes, a part of the report: `python -m bench.multinode_model.report` prints it.
+"""Report section of the multi-node cost model: `python -m bench.multinode_model.report` prints it.
 
-All of it is predicted; what is published of another library, on other machines, stands beside it.
+All times are predicted. Published results of another library, on other machines, are shown for comparison.
 """
 
 import sys
@@ -14,29 +14,29 @@ from bench.report.tables import factor
 
 BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 WORLDS = tuple(World(count) for count in (1, 2, 4, 8))
-_HEAD = """## PREDICTED: several nodes
+_HEAD = """## Predicted multi-node performance
 
-**Nothing in this part was run.** It is what the model of `bench/multinode_model/model.py` and
-`bench/multinode_model/token_model.py` makes of pieces that were measured on one node, for 1 to 8 nodes of 8 GPUs with
-400 Gb/s of network each. Its formulas are in the
-docstrings there. How well it tells what was measured on one node comes first, what it assumes next, then its figures
-beside published ones, which are typed in `bench/multinode_model/published.py`. `python -m bench.multinode_model.report`
-prints it.
+**Nothing in this section was run.** The cost model in `bench/multinode_model/model.py` and
+`bench/multinode_model/token_model.py` predicts 1 to 8 nodes of 8 GPUs, each GPU with 400 Gb/s of network, from
+single-node measurements; its formulas are in the docstrings. The section shows the validation of the model on one node,
+its inputs, a comparison with published results (from `bench/multinode_model/published.py`), and the predictions.
+`python -m bench.multinode_model.report` prints it.
 
-- **Product** is cuBLAS alone, **network** and **NVLink** what a rank sends at the rates of the model, **bound** the
-  longest of the three. **Sequence** is NCCL's collective (which is granted the same network, and hides the smaller of
-  network and NVLink) and cuBLAS, one after the other. **Ours** is the hierarchical operator, tuned.
-- **Efficiency** is floor / ours; the floor is the largest of the product, the network at its full 50 GB/s and NVLink at
-  its best rate. **Hidden** is product / ours: well below 1 means that the communication cannot be hidden, since the
-  product shrinks with the number of ranks and what each of them receives does not.
-- ~ beside a size: no product that was measured is near it (an octave), so its time is a guess by rates.
+- **GEMM**: cuBLAS alone. **network**, **NVLink**: transfer time of a rank at the rates of the model. **bound**: the
+  largest of the three. **unfused**: NCCL's collective, then cuBLAS. NCCL is assumed to use the network equally well,
+  and to overlap network and NVLink. **ours**: the tuned hierarchical operator.
+- **efficiency**: floor / ours. The floor is the largest of the GEMM, the network at its full 50 GB/s, and NVLink at its
+  best rate.
+- **hidden**: GEMM / ours. A value well below 1 means that the communication cannot be hidden: the GEMM gets smaller
+  with the number of ranks, while the bytes received per rank do not.
+- **~** after a size: no measured GEMM is within an octave, so the GEMM time is extrapolated.
 """
 
 
 def text(points, alone, ep, decode):
-    """The section; nothing if rows that the model needs are missing.
+    """Return the section, or "" if rows that the model needs are missing.
 
-    Args:     as those of nodes_measured.machine
+    Args: as for ``measured_inputs.machine``.
     """
     try:
         machine = measured_inputs.machine(points, alone, ep, decode)
@@ -48,7 +48,7 @@ def text(points, alone, ep, decode):
 
 
 def main(results):
-    """Print the section; the exit code."""
+    """Print the section. Return the exit code."""
     try:
         points = read(results)
         machine_rows = read_collectives(results), read_ep(results), read_decode(results)
@@ -60,14 +60,14 @@ def main(results):
     return 0
 
 
-def _table(titles, lines, words=1):
-    """Markdown, the first columns left-aligned."""
-    rule = ["---"] * words + ["---:"] * (len(titles) - words)
+def _table(titles, lines, text_columns=1):
+    """Return a Markdown table whose first columns are left-aligned."""
+    rule = ["---"] * text_columns + ["---:"] * (len(titles) - text_columns)
     return "\n".join("| " + " | ".join(line) + " |" for line in (titles, rule, *lines)) + "\n"
 
 
 def _time(value):
-    """Nothing is what is not sent."""
+    """Return ms as text, or a dash if nothing is sent."""
     return "–" if not value else f"{value:.{3 if value >= 0.1 else 4}f}"
 
 
@@ -79,28 +79,28 @@ def _share(value):
     return "–" if value is None else f"{value:.2f}"
 
 
-# ---- what can be checked, and what goes in ----
+# ---- validation and inputs ----
 
 
 def _checked(machine, points):
-    """The model against what was measured on one node."""
+    """Compare the model with single-node measurements."""
     lines = []
     for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
         found = measured_inputs.widest(measured_inputs.usable(points), operator)
         ours, sequence = zip(*(_predicted_over_measured(machine, point) for point in found))
         gpus = str(found[0].settings["num_gpus"])
         lines.append([operator, gpus, str(len(found)), *_spread(ours), *_spread(sequence)])
-    titles = ("operator", "GPUs", "shapes", "ours", "least", "most", "sequence", "least", "most")
-    apart = [machine.products.without(sizes).ms(*sizes) / time for sizes, time in machine.products.known.items()
-             if sizes[0] >= measured_inputs.ROWS]
-    mean, least, most = _spread(apart)
+    titles = ("operator", "GPUs", "shapes", "ours", "min", "max", "unfused", "min", "max")
+    cross_validated = [machine.gemms.without(sizes).ms(*sizes) / time for sizes, time in machine.gemms.known.items()
+                       if sizes[0] >= measured_inputs.ROWS]
+    mean, least, most = _spread(cross_validated)
     note = (
-        "Predicted over measured (the tuner's last rounds, at least 8192 rows): geometric mean and extremes. The\n"
-        "rates of the model are medians of these same rows, so the means had to be near 1; the extremes tell how far\n"
-        f"single shapes are off. Products, each predicted from all others: {mean} (least {least}, most {most}, "
-        f"{len(apart)} products).\n"
+        "Predicted over measured times (the tuner's final rounds, M at least 8192): geometric mean, minimum and\n"
+        "maximum. The rates of the model are medians of the same rows, so means near 1 are expected; the minima and\n"
+        f"maxima show the error of single shapes. GEMMs, each predicted from all others: {mean} (min {least}, max "
+        f"{most}, {len(cross_validated)} GEMMs).\n"
     )
-    return "\n".join(["### How well it tells what was measured on one node\n", note, _table(titles, lines)])
+    return "\n".join(["### Validation on one node\n", note, _table(titles, lines)])
 
 
 def _predicted_over_measured(machine, point):
@@ -114,14 +114,14 @@ def _spread(ratios):
 
 
 def _known(machine):
-    """All fields, with where they come from."""
+    """List all fields of the machine with their sources."""
     lines = [[name, _value(getattr(machine, name)), kind, source] for name, kind, source in model.provenance()]
-    return "\n".join(["### What goes in\n", _table(("piece", "value", "kind", "from"), lines, 4)])
+    return "\n".join(["### Model inputs\n", _table(("input", "value", "kind", "source"), lines, 4)])
 
 
 def _value(value):
-    if isinstance(value, model.Products):
-        return f"{len(value.known)} products"
+    if isinstance(value, model.GemmTimes):
+        return f"{len(value.known)} GEMMs"
     if isinstance(value, tuple) and isinstance(value[0], tuple):
         return ", ".join(f"{keys // 1024}K: {1e3 * time:.0f} µs" for keys, time in value)
     if isinstance(value, tuple):
@@ -131,7 +131,7 @@ def _value(value):
     return str(value)
 
 
-# ---- beside what is published ----
+# ---- comparison with published results ----
 
 
 def _beside_published(machine):
@@ -145,15 +145,18 @@ def _beside_published(machine):
                 operator, _sizes(sizes, here), factor(here.speedup), _share(here.hidden), factor(there.speedup),
                 _share(there.hidden), f"{bar:.2f}",
             ])
-    titles = ("operator", "M x N x K", "x sequence", "hidden", "links of H800: x sequence", "hidden", "published")
-    words = (
-        f"{operator} {mean} (least {least}, most {most})"
+    titles = ("operator", "M x N x K", "x unfused", "hidden", "H800 links: x unfused", "hidden", "published")
+    means = (
+        f"{operator} {mean} (min {least}, max {most})"
         for operator, (mean, least, most) in ((name, _spread(found)) for name, found in ratios.items())
     )
-    summary = f"Predicted with links of H800 over published, 2 nodes; above 1 is optimism: {', '.join(words)}.\n"
+    summary = (
+        "Ratio of predicted (H800 links) to published speedups on 2 nodes, where values above 1 are too optimistic: "
+        f"{', '.join(means)}.\n"
+    )
     return "\n".join(
-        ["### Predicted beside published figures of Triton-distributed\n", nodes_published.NOTE,
-         _table(titles, lines, 2), summary, _all_to_all_beside(machine), _decode_beside(machine)]
+        ["### Predicted and published results\n", nodes_published.NOTE,
+         _table(titles, lines, 2), summary, _published_all_to_all(machine), _published_decode(machine)]
     )
 
 
@@ -161,36 +164,39 @@ def _sizes(sizes, cost):
     return "x".join(map(str, sizes)) + (" ~" if cost.far else "")
 
 
-def _all_to_all_beside(machine):
-    """Its 32-GPU figure, as one row an expert and as tokens that cross once a node."""
+def _published_all_to_all(machine):
+    """Compare the published 32-GPU all-to-all with all_to_all (one row per expert) and ep_dispatch."""
     tokens, hidden, choices, experts = nodes_published.ALL_TO_ALL
     world, row_bytes = World(4), measured_inputs.row_bytes(hidden, "fp8")
     straight = token_model.all_to_all(machine, tokens, hidden, choices, row_bytes, world)
     once = token_model.ep_dispatch(machine, tokens, hidden, experts, choices, row_bytes, world)
     lines = [
         [name, f"{cost.sent.network / 1e6:.2f}", _us(cost.network), _us(cost.ours), _share(cost.efficiency)]
-        for name, cost in (("all_to_all, a row for each expert", straight), ("ep_dispatch, once for each node", once))
+        for name, cost in (("all_to_all, one row per expert", straight), ("ep_dispatch, one row per node", once))
     ]
     lines += [[name, "", "", str(us), ""] for name, us in nodes_published.ALL_TO_ALL_US.items()]
-    note = f"{tokens} tokens a rank of {world.ranks} GPUs, H = {hidden}, {choices} of {experts} experts, fp8; µs.\n"
-    return "\n".join([note, _table(("how", "MB over the network", "network", "µs", "efficiency"), lines)])
+    note = (
+        f"Dispatch of {tokens} tokens per rank on {world.ranks} GPUs, H = {hidden}, top-{choices} of {experts} "
+        "experts, fp8; µs.\n"
+    )
+    return "\n".join([note, _table(("method", "MB over network", "network", "total", "efficiency"), lines)])
 
 
-def _decode_beside(machine):
+def _published_decode(machine):
     lines = []
     for keys, published in nodes_published.DECODE_US.items():
         costs = [token_model.flash_decode(machine, keys, *nodes_published.DECODE_HEADS, world) for world in WORLDS[:3]]
         cells = (f"{_us(cost.ours)} ({us})" for cost, us in zip(costs, published))
         lines.append([f"{keys // 1024}K", *cells])
-    note = "flash_decode, batch 1, 96 / 12 heads of 128: µs by the keys of all ranks, in brackets what is published.\n"
+    note = "flash_decode, batch 1, 96 / 12 heads of 128: µs by total number of keys, published values in parentheses.\n"
     titles = ("keys", *(f"{world.nodes} node{'s' * (world.nodes > 1)}" for world in WORLDS[:3]))
     return "\n".join([note, _table(titles, lines)])
 
 
-# ---- by the number of nodes ----
+# ---- predictions by the number of nodes ----
 
 
-_DENSE = ("nodes", "GPUs", "product", "network", "NVLink", "bound", "sequence", "ours", "x sequence", "efficiency",
+_DENSE = ("nodes", "GPUs", "GEMM", "network", "NVLink", "bound", "unfused", "ours", "x unfused", "efficiency",
           "hidden")
 _SHAPES = {
     "ag_gemm": [(8192, 28672, 8192), (8192, 57344, 8192), (8192, 49152, 12288), (8192, 106496, 16384),
@@ -199,12 +205,13 @@ _SHAPES = {
                 (32768, 12288, 49152)],
     "gemm_ar": [(2048, 5120, 25600), (8192, 8192, 8192), (8192, 8192, 28672)],
 }
-_WIRES = """A rank sends N (L - 1) / (N - 1) times as much over NVLink as over the network: with 8 GPUs a node 14 times
-on 2 nodes, 8 times on 8. NVLink is {ratio:.1f} times as fast here. So {which} is what takes longer.
+_WIRES = """Milliseconds. A rank sends N (L - 1) / (N - 1) times as many bytes over NVLink as over the network: with 8
+GPUs per node 14 times on 2 nodes, and 8 times on 8 nodes. NVLink is {ratio:.1f} times as fast, so {which} takes longer.
 """
-_OWNERS = """From three nodes on, where there is much to send, one of a tile's owners adds up for all: 2 (N - 1) / N
-times its tiles go over the network, as in NCCL, and there is a second trip. **All add** is the other form, in which
-each owner adds for its node: N - 1 times its tiles, so it grows with the number of nodes.
+_OWNERS = """Milliseconds. For large messages on three or more nodes, one of the owners of a tile reduces it for all
+nodes: 2 (N - 1) / N times the tile is sent over the network, as in NCCL, with a second network trip. **All reduce** is
+the alternative in which the owner on each node reduces the tile: it sends N - 1 times the tile, which grows with the
+number of nodes.
 """
 
 
@@ -213,9 +220,9 @@ def _dense(machine):
     for operator, shapes in _SHAPES.items():
         owners = operator == "gemm_ar"
         lines = [_dense_line(machine, operator, sizes, world) for sizes in shapes for world in WORLDS]
-        titles = ("M x N x K", *_DENSE, *(("all add",) if owners else ()))
+        titles = ("M x N x K", *_DENSE, *(("all reduce",) if owners else ()))
         ratio = machine.link_gbps / machine.network_rate
-        which = "NVLink" if ratio < 8 else "on many nodes the network" if ratio < 14 else "the network"
+        which = "NVLink" if ratio < 8 else "the network (on many nodes)" if ratio < 14 else "the network"
         note = _OWNERS if owners else _WIRES.format(ratio=ratio, which=which)
         parts += [f"### {operator}, predicted\n", note, _table(titles, lines)]
     return "\n".join(parts)
@@ -224,7 +231,7 @@ def _dense(machine):
 def _dense_line(machine, operator, sizes, world):
     cost = getattr(model, operator)(machine, *sizes, world)
     line = [
-        _sizes(sizes, cost), str(world.nodes), str(world.ranks), _time(cost.product), _time(cost.network),
+        _sizes(sizes, cost), str(world.nodes), str(world.ranks), _time(cost.gemm), _time(cost.network),
         _time(cost.link), cost.bound, _time(cost.sequence), _time(cost.ours), factor(cost.speedup),
         _share(cost.efficiency), _share(cost.hidden),
     ]
@@ -233,12 +240,12 @@ def _dense_line(machine, operator, sizes, world):
     return line
 
 
-_EXPERTS = """### Tokens to experts and back, predicted
+_EXPERTS = """### Dispatch and combine, predicted
 
-H = {hidden}, {choices} of {experts} experts, uniform routing with no limit on nodes; µs. **Nodes of a token** is to how
-many others it goes, **rows** how often it crosses NVLink: exact averages, the busiest rank has more. A dispatch is in
-fp8, a combine in bf16; all_to_all carries a row for each of a token's experts, in fp8. What both take
-at the start was measured on few GPUs, with fewer peers to signal.
+Microseconds by tokens per rank; H = {hidden}, top-{choices} of {experts} experts, uniform routing without a limit on
+nodes. **remote nodes**: number of other nodes that receive a token. **rows**: number of NVLink transfers per token.
+Both are exact means over the ranks; the busiest rank has more. Dispatch sends fp8, combine bf16; all_to_all sends one
+fp8 row per expert of a token. The fixed start-up cost was measured on few GPUs, which have fewer peers to signal.
 """
 
 
@@ -253,10 +260,10 @@ def _experts(machine):
             rows = token_model.all_to_all(machine, tokens, hidden, choices, row_bytes, world)
             lines.append([
                 str(tokens), str(world.nodes), str(world.ranks), f"{there.routing.nodes:.2f}",
-                f"{there.routing.passed:.2f}", _us(there.network), _us(there.link), _us(there.ours),
+                f"{there.routing.nvlink_rows:.2f}", _us(there.network), _us(there.link), _us(there.ours),
                 _share(there.efficiency), _us(back.ours), _share(back.efficiency), _us(rows.ours),
             ])
-    titles = ("tokens", "nodes", "GPUs", "nodes of a token", "rows", "network", "NVLink", "dispatch", "efficiency",
+    titles = ("tokens", "nodes", "GPUs", "remote nodes", "rows", "network", "NVLink", "dispatch", "efficiency",
               "combine", "efficiency", "all_to_all")
     head = _EXPERTS.format(hidden=hidden, choices=choices, experts=experts)
     return "\n".join([head, _table(titles, lines)])
@@ -271,8 +278,11 @@ def _decoding(machine):
                 f"{keys // 1024}K", str(world.nodes), str(world.ranks), _us(cost.local), _us(cost.sequence),
                 _us(cost.ours), factor(cost.speedup), _share(cost.hidden),
             ])
-    note = "Batch 1, 96 / 12 heads of 128, in CUDA graphs; µs by the keys of all ranks. Local is a rank alone.\n"
-    titles = ("keys", "nodes", "GPUs", "local", "sequence", "ours", "x sequence", "hidden")
+    note = (
+        "Microseconds by total number of keys; batch 1, 96 / 12 heads of 128, in CUDA graphs. **local**: one rank "
+        "without communication.\n"
+    )
+    titles = ("keys", "nodes", "GPUs", "local", "unfused", "ours", "x unfused", "hidden")
     return "\n".join(["### flash_decode, predicted\n", note, _table(titles, lines)])
 
 

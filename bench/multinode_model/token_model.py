@@ -1,4 +1,4 @@
-"""Tokens to experts and back, and steps of decoding: the other half of the cost model in `model.py`."""
+"""Cost model of dispatch, combine and decoding on several nodes; `model.py` has the dense operators."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from fractions import Fraction
 
 from bench.multinode_model.model import ITEM, Bytes, World, line, ms, trip, wire
 
-# ---- experts ----
+# ---- dispatch and combine ----
 
 
 def hit(experts, held, choices):
-    """How likely a token whose k choices are drawn from E experts, all different, has one of these: a Fraction.
+    """Return the probability that a token with k distinct experts out of E has one of ``held`` experts, a Fraction.
 
     1 - C(E - held, k) / C(E, k)
     """
@@ -21,20 +21,21 @@ def hit(experts, held, choices):
 
 @dataclass(frozen=True)
 class Routing:
-    """What uniform routing makes of a token, on average. The busiest rank has more.
+    """Mean traffic per token under uniform routing. The busiest rank has more.
 
-    nodes:      other nodes that it goes to
-    passed:     rows that cross NVLink for it, in all nodes
+    nodes:          number of other nodes that receive the token
+    nvlink_rows:    number of NVLink transfers of the token, in all nodes
     """
 
     nodes: float
-    passed: float
+    nvlink_rows: float
 
 
 def routed(experts, choices, world):
-    """A token goes once to each other node that has an expert of it, and there or at home to each rank that has.
+    """Return the Routing if a token is sent once per node and, inside a node, once per rank with one of its experts.
 
-    nodes = (N - 1) hit(E / N), passed = N (L - 1) hit(E / W): the rank by which it comes to a node needs no NVLink
+    nodes = (N - 1) hit(E / N), nvlink_rows = N (L - 1) hit(E / W): the rank that receives a token from the network
+    needs no NVLink transfer
     """
     if experts % world.ranks:
         raise ValueError(f"routed: {experts} experts are not divisible by {world.ranks} ranks")
@@ -43,15 +44,19 @@ def routed(experts, choices, world):
 
 
 def rows_straight(rows, world):
-    """Rows of which each is for one rank, all equally likely (all_to_all): (N - 1) / N cross the network, by the rank
-    of the other node that has the sender's local rank, and (L - 1) / L of them cross NVLink.
+    """Return the Routing of rows for single, equally likely ranks, as in all_to_all.
+
+    (N - 1) / N of the rows cross the network, to the rank with the sender's local rank; (L - 1) / L cross NVLink.
     """
     return Routing(rows * (world.nodes - 1) / world.nodes, rows * (world.local - 1) / world.local)
 
 
 @dataclass(frozen=True)
 class TokenCost:
-    """ms of a transport of tokens: its parts alone, and in all. ``floor``: network and NVLink at their best rates."""
+    """Predicted ms of a token exchange: network, NVLink and memory alone, and the total ``ours``.
+
+    floor: the larger of network and NVLink at their best rates
+    """
 
     world: World
     routing: Routing
@@ -68,7 +73,7 @@ class TokenCost:
 
 
 def ep_dispatch(machine, tokens, hidden, experts, choices, row_bytes, world):
-    """Tokens of each rank to the ranks of their experts.
+    """Cost of sending the tokens of each rank to the ranks of their experts.
 
     ours = dispatch_us + trips + max(network, link, memory)
         trips   on several nodes: (1 + count_trips) network_us + exchange_us
@@ -80,14 +85,14 @@ def ep_dispatch(machine, tokens, hidden, experts, choices, row_bytes, world):
 
 
 def ep_combine(machine, tokens, hidden, experts, choices, world):
-    """What experts made of them back the same ways, as bf16: sums of a rank, of a node, then over the network."""
+    """Cost of returning the expert outputs in bf16: summed per rank, then per node, then sent over the network."""
     routing, row_bytes = routed(experts, choices, world), hidden * ITEM
     memory = ms(combine_memory(tokens, hidden, choices, routing), machine.combine_memory_gbps)
     return _transport(machine, tokens, row_bytes, routing, memory, machine.combine_us, 0, world)
 
 
 def all_to_all(machine, tokens, hidden, choices, row_bytes, world):
-    """tokens * choices rows, each straight to the rank that it is for; pieces as measured of ep_dispatch."""
+    """Cost of sending tokens * choices rows to single ranks, with the measured inputs of ep_dispatch."""
     routing = rows_straight(choices, world)
     nbytes = tokens * row_bytes * (2 * choices + 2 * routing.nodes)
     memory = ms(nbytes, machine.dispatch_memory_gbps)
@@ -95,17 +100,17 @@ def all_to_all(machine, tokens, hidden, choices, row_bytes, world):
 
 
 def dispatch_memory(tokens, hidden, choices, row_bytes, routing):
-    """Bytes of memory: x is read, what comes by network or NVLink is written and read, and k rows are written."""
-    return tokens * (hidden * ITEM + row_bytes * (choices + 2 * (routing.nodes + routing.passed)))
+    """Return the memory traffic: read x, write and read received rows, write k rows per token."""
+    return tokens * (hidden * ITEM + row_bytes * (choices + 2 * (routing.nodes + routing.nvlink_rows)))
 
 
 def combine_memory(tokens, hidden, choices, routing):
-    """Bytes of memory: k rows are read, sums that come are written and read, and a token is written."""
-    return tokens * hidden * ITEM * (choices + 2 * (routing.nodes + routing.passed) + 1)
+    """Return the memory traffic: read k rows per token, write and read received sums, write the token."""
+    return tokens * hidden * ITEM * (choices + 2 * (routing.nodes + routing.nvlink_rows) + 1)
 
 
 def _transport(machine, tokens, row_bytes, routing, memory, start_us, counts, world):
-    sent = Bytes(tokens * row_bytes * routing.nodes, tokens * row_bytes * routing.passed)
+    sent = Bytes(tokens * row_bytes * routing.nodes, tokens * row_bytes * routing.nvlink_rows)
     network, link = wire(machine, sent)
     trips = trip(machine, world) + (counts * machine.network_us / 1e3 if world.nodes > 1 else 0.0)
     floor = max(ms(sent.network, machine.network_gbps), ms(sent.link, machine.best_link_gbps))
@@ -118,7 +123,7 @@ def _transport(machine, tokens, row_bytes, routing, memory, start_us, counts, wo
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """ms of a step of decoding: a rank's own keys alone, with torch and NCCL, and ours."""
+    """Predicted ms of a decoding step: one rank without communication, torch + NCCL, and tdkernels."""
 
     world: World
     sent: Bytes
@@ -136,17 +141,20 @@ class DecodeCost:
 
 
 def decode_bytes(heads, dim, world):
-    """A partial is 4 (D + 1) bytes a head: to L - 1 local peers, then the node's, which all have, to N - 1 nodes."""
+    """Return the bytes sent by a rank. A partial result has 4 (D + 1) bytes per head.
+
+    It is sent to L - 1 local peers; each rank then sends its node's merged result to N - 1 nodes.
+    """
     partial = 4 * heads * (dim + 1)
     return Bytes((world.nodes - 1) * partial, (world.local - 1) * partial)
 
 
 def flash_decode(machine, keys, heads, dim, world):
-    """A query of each head against keys / W keys of each rank, for the batch and heads whose times are known.
+    """Cost of one query per head with keys / W keys per rank, for the batch and heads with measured attention times.
 
     ours = local + decode_exchange_us + link + (on several nodes) network_us + network + decode_exchange_us
-    sequence = torch's local + decode_sequence_us + (N - 1) network_us + network: NCCL brings the partials of all ranks
-    of the other nodes, by all cards of a node, (N - 1) for each card
+    sequence = torch's local + decode_sequence_us + (N - 1) network_us + network, where NCCL receives the partials of
+    all ranks of the other nodes, N - 1 per network card
     """
     sent, own = decode_bytes(heads, dim, world), keys / world.ranks
     network, link = wire(machine, sent)

@@ -1,9 +1,9 @@
-"""What the network's words take between two nodes of one rank, beside direct stores: ``python -m bench.rdma.cases``.
+"""Benchmark the RDMA primitives between two nodes of one rank against direct stores: ``python -m bench.rdma.cases``.
 
-A hop is half of a round trip of one word with its signal, many of them in one kernel. A rate is that of each direction
-while both are busy: every program sends chunk after chunk, each with a signal, and waits for as many of the peer's.
-Prints a line for each and adds rows to a file in ``--out``. Between simulated nodes NVSHMEM itself stores over NVLink:
-that shows what its calls cost, and no network's speed.
+A hop is half of a round trip of a 64-bit word with its signal; one kernel makes many round trips. A rate is the
+bandwidth per direction with both directions busy: each program sends chunks, each with a signal, and waits for as many
+chunks of the peer. Prints one line per row and appends rows to a file in ``--out``. Between simulated nodes NVSHMEM
+stores over NVLink, so the times show the cost of its calls, not the speed of a network.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHUNK_BYTES = [64 << 10, 512 << 10, 4 << 20]
 
 @td.jit
 def _send(ctx, half, place, num_bytes, index, signal, peer, BY_NETWORK: tl.constexpr):
-    """Send what is at ``place`` bytes in our buffer's second part to the peer's first, and raise signal ``index``."""
+    """Copy bytes at offset ``place`` of the buffer's second part to the peer's first part, and set signal ``index``."""
     base = td.data_at(ctx, half, td.rank(ctx))
     size = tl.load(ctx + CTX_HALF_DATA) // 2
     if BY_NETWORK:
@@ -55,7 +55,7 @@ def _await(ctx, half, index, signal, peer, BY_NETWORK: tl.constexpr):
 
 
 def _hops(ctx, hops, BY_NETWORK: tl.constexpr):
-    """Rank 0 sends a word, rank 1 sends it back, and so on."""
+    """Ping-pong: rank 0 sends a 64-bit word, rank 1 sends it back."""
     me = td.rank(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
@@ -69,7 +69,7 @@ def _hops(ctx, hops, BY_NETWORK: tl.constexpr):
 
 
 def _chunks(ctx, chunk_bytes, chunks, BY_NETWORK: tl.constexpr):
-    """Send all chunks and wait for the peer's, program by program."""
+    """Send all chunks, divided between the programs, and wait for the chunks of the peer."""
     peer = 1 - td.rank(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
@@ -81,11 +81,11 @@ def _chunks(ctx, chunk_bytes, chunks, BY_NETWORK: tl.constexpr):
     td.finish(ctx)
 
 
-_KERNELS = {way: (td.jit(_hops, network=way), td.jit(_chunks, network=way)) for way in (False, True)}
+_KERNELS = {network: (td.jit(_hops, network=network), td.jit(_chunks, network=network)) for network in (False, True)}
 
 
 def _timed_us(calls, launch, *args):
-    """Microseconds of a call of ``launch``, the slowest rank's; None on the CPU."""
+    """Return microseconds per call of ``launch``, the maximum over the ranks; None on the CPU."""
     launch(*args)
     tdkernels.synchronize()
     if rank_device().type == "cpu":
@@ -100,7 +100,7 @@ def _timed_us(calls, launch, *args):
 
 
 def measure(message_bytes, hops, numbers_of_programs):
-    """Rows of what one way takes: by the network where the two ranks are on two nodes."""
+    """Return the rows of one transport: the network if the two ranks are on two nodes, else direct stores."""
     group = resolve_group(None)
     by_network = group_state(group).topology.num_nodes > 1
     one_hop, many_chunks = _KERNELS[by_network]
@@ -127,8 +127,8 @@ def measure(message_bytes, hops, numbers_of_programs):
 
 
 @contextlib.contextmanager
-def _nodes_of(ranks):
-    """Let ranks that are started within be on simulated nodes of so many."""
+def _simulated_nodes(ranks):
+    """Start ranks within this context on simulated nodes of ``ranks`` ranks each."""
     before = os.environ.get(topology.VARIABLE)
     os.environ[topology.VARIABLE] = str(ranks)
     try:
@@ -141,14 +141,14 @@ def _nodes_of(ranks):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m bench.rdma.cases", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", help="a folder for the rows, as JSON lines")
+    parser.add_argument("--out", help="folder for the rows, written as JSON lines")
     options = parser.parse_args(argv)
     device = pick_device("auto", 2)
-    size = (MESSAGE_BYTES, HOPS, PROGRAMS) if device == "cuda" else (64 << 10, 4, [1])  # else a rehearsal
+    size = (MESSAGE_BYTES, HOPS, PROGRAMS) if device == "cuda" else (64 << 10, 4, [1])  # CPU: a rehearsal
     when = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "git": revision()}
     rows, machine = [], None
     for nodes in (1, 2):
-        with _nodes_of(2 // nodes), RankPool(2, device) as pool:
+        with _simulated_nodes(2 // nodes), RankPool(2, device) as pool:
             machine = machine or pool.run(harness.machine)[0]
             rows += [{**row, **machine, **when} for row in pool.run(measure, *size)[0]]
     for row in rows:

@@ -1,18 +1,18 @@
-"""What the network's words take, a part of the report."""
+"""Report section of the RDMA primitives: latency and bandwidth."""
 
 from bench.report.machines import section
 
-_INTRO = """## The words that take the network
+_INTRO = """## RDMA primitives
 
-Two ranks on two simulated nodes, so that all goes through NVSHMEM's calls, beside the same by direct stores: one way
-of a word with its signal, and GB/s of each direction, both busy, by the number of programs that send and the bytes that
-go under one signal. NVSHMEM stores over NVLink here: this is what its calls cost, and no network's speed. Rows are made
-by `python -m bench.rdma.cases`.
+Two ranks on two simulated nodes, where all transfers use NVSHMEM calls ("network"), compared with direct stores
+("direct"). One-way latency is for a 64-bit word with its signal. The table gives GB/s per direction with both
+directions busy, by the number of sending programs and the KiB per signal. NVSHMEM itself stores over NVLink here, so
+the numbers show the cost of its calls, not the speed of a network. Rows are written by `python -m bench.rdma.cases`.
 """
 
 
 def text(rows):
-    """The section of all rows; nothing if there are none."""
+    """Return the section, or "" if there are no rows."""
     return section(_INTRO, rows, _table)
 
 
@@ -21,11 +21,11 @@ def _table(rows):
     rates = {(row["by"], row["chunk_bytes"], row["programs"]): row["gbps"] for row in rows if row["measure"] == "rate"}
     programs = sorted({key[2] for key in rates})
     lines = [
-        f"{rows[0]['num_gpus']} x {rows[0]['gpu']}, {rows[0]['date'][:10]}; one way: "
+        f"{rows[0]['num_gpus']} x {rows[0]['gpu']}, {rows[0]['date'][:10]}; one-way latency: "
         + ", ".join(f"{us:.1f} us {by}" for by, us in sorted(hops.items()))
         + ".",
         "",
-        "| by | KiB a signal | " + " | ".join(f"{n} programs" for n in programs) + " |",
+        "| transport | KiB per signal | " + " | ".join(f"{n} programs" for n in programs) + " |",
         "|---|---|" + "---|" * len(programs),
     ]
     for by, chunk in sorted({key[:2] for key in rates}):

@@ -1,1 +1,1 @@
-"""Programs that provoke failures on GPUs, and what they have found: see ``bench/results/reliability``."""
+"""Programs that provoke failures on GPUs. ``bench/results/reliability`` has their results."""

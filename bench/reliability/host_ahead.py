@@ -1,9 +1,9 @@
-"""Failures that only a host ahead of its GPU can show, on ranks that share one GPU; one line of JSON a case.
+"""Reproduce failures that need a host running ahead of its GPU, on ranks that share one GPU.
 
     python -m bench.reliability.host_ahead
 
-Each case says whether a healthy rank has returned wrong numbers without an error, or which errors were raised. The
-program uses nothing that is newer than its cases, so that it runs on earlier revisions as well.
+Prints one line of JSON per case: whether a healthy rank returned wrong values without an error, or the errors raised.
+The program uses no API that is newer than its cases, so that it also runs on earlier revisions.
 """
 
 import json
@@ -34,7 +34,7 @@ def _verdict(y, expected):
 
 
 def void_launch(operator):
-    """Finding 2: rank 0 gives up and its host has launched two more calls; rank 2 is late, rank 1 is healthy."""
+    """Finding 2: rank 0 times out after its host has launched two more calls; rank 2 is late, rank 1 is healthy."""
     rank, device = dist.get_rank(), rank_device()
     group = dist.new_group()
     weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
@@ -56,21 +56,21 @@ def void_launch(operator):
     tdkernels.set_timeout(0.5 if rank == 0 else 8.0)
     if rank == 2:
         time.sleep(2.0)
-    made, errors = [], []
+    outputs, errors = [], []
     for number in range(2, 6 if rank == 0 else 3):
         try:
-            made.append(call(number))
+            outputs.append(call(number))
         except RuntimeError as error:
             errors.append(str(error)[:120])
     error = _error(lambda: None)
     outcome = error
-    if error is None and made:
+    if error is None and outputs:
         sums = 64.0 * (3 * 2 + 3)
-        expected = torch.full_like(made[0], sums)
+        expected = torch.full_like(outputs[0], sums)
         if operator == "ag_gemm":
-            of_ranks = torch.tensor([2.0, 3.0, 4.0], device=device, dtype=torch.bfloat16) * 64
-            expected = of_ranks.repeat_interleave(48)[:, None].expand_as(made[0])
-        outcome = _verdict(made[0], expected)
+            per_rank = torch.tensor([2.0, 3.0, 4.0], device=device, dtype=torch.bfloat16) * 64
+            expected = per_rank.repeat_interleave(48)[:, None].expand_as(outputs[0])
+        outcome = _verdict(outputs[0], expected)
     tdkernels.set_timeout(None)
     return outcome
 
@@ -81,8 +81,8 @@ def _dispatch(group, ids, rows, experts=6):
     return tdkernels.ep_dispatch(x, ids, num_experts=experts, max_tokens=64, group=group), ids
 
 
-def lost_note():
-    """Finding 3: ids of rank 0 are wrong; the workspace of the counts grows before the note of that is read."""
+def lost_host_error():
+    """Finding 3: ids of rank 0 are invalid; the count workspace grows before the host error is read."""
     rank, group = dist.get_rank(), dist.new_group()
     for _ in range(2):
         _dispatch(group, [1, 5], 2)
@@ -95,7 +95,7 @@ def lost_note():
 
 
 def lost_failure():
-    """Finding 4: two known shapes disagree; then both ranks make a larger call, which grows the workspace."""
+    """Finding 4: the ranks pass different cached shapes; then both make a larger call, which grows the workspace."""
     rank, device, group = dist.get_rank(), rank_device(), dist.new_group()
     weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
     config = tdkernels.AgGemmConfig(transport="push", tiles=tdkernels.Tiles(16, 32, 32))
@@ -118,7 +118,7 @@ def lost_failure():
 
 
 def interrupted_call():
-    """Finding 5: rank 1 has no memory between two launches of a dispatch, and goes on."""
+    """Finding 5: rank 1 runs out of memory between two launches of a dispatch, and continues."""
     rank, group = dist.get_rank(), dist.new_group()
 
     def call(value):
@@ -151,8 +151,8 @@ def interrupted_call():
     return outcomes
 
 
-def whose_note():
-    """Finding 11: the ids of a dispatch of 3 rows are wrong; then come an all_to_all and a dispatch of 2 rows."""
+def misattributed_host_error():
+    """Finding 11: a dispatch of 3 rows has invalid ids; an all_to_all and a dispatch of 2 rows follow."""
     rank, group = dist.get_rank(), dist.new_group()
     for rows in (3, 2):
         _dispatch(group, [1, 5], rows)
@@ -177,10 +177,10 @@ CASES = [
     ("2, gemm_ar one shot", 3, void_launch, "gemm_ar"),
     ("2, gemm_rs one shot", 3, void_launch, "gemm_rs"),
     ("2, ag_gemm by the copy engine", 3, void_launch, "ag_gemm"),
-    ("3", 2, lost_note),
+    ("3", 2, lost_host_error),
     ("4", 2, lost_failure),
     ("5", 2, interrupted_call),
-    ("11", 2, whose_note),
+    ("11", 2, misattributed_host_error),
 ]
 
 

@@ -1,19 +1,20 @@
-"""What calls of few rows take the host, a part of the report."""
+"""Report section of host launch times of small calls."""
 
 from bench.report.machines import section
 
-_INTRO = """## What calls take the host
+_INTRO = """## Host launch time
 
-Microseconds of small calls made one after the other: until the host has launched a call / until the device has done it.
-By torch's sequence as a user would write it, by our call where its config says torch, and by our kernels in their
-default configs; products of 64 rows, 4096 columns and 1536 outputs a rank, collectives of 1 KiB, a cache of 1024 keys.
-Rows are made by `python -m bench.dense.host`.
+Microseconds per call for small calls issued back to back: until the host has launched the call / until the device has
+finished it. **unfused** is torch + NCCL written by hand, **ours, method "torch"** is a tdkernels call that runs torch +
+NCCL, and **ours** runs the kernels with heuristic configs. GEMMs have M = 64, K = 4096 and N = 1536 per rank,
+collectives 1 KiB, caches 1024 keys. Rows are written by `python -m bench.dense.host`.
 """
-_METHODS = ("sequence", "ours by torch", "ours")
+_METHODS = ("sequence", "ours by torch", "ours")  # as stored in rows
+_TITLES = ("unfused", 'ours, method "torch"', "ours")
 
 
 def text(rows):
-    """The section of all rows; nothing if there are none."""
+    """Return the section, or "" if there are no rows."""
     return section(_INTRO, rows, _table)
 
 
@@ -22,7 +23,7 @@ def _table(rows):
     lines = [
         f"{rows[0]['num_gpus']} x {rows[0]['gpu']}, {rows[0]['date'][:10]}, revision {rows[0]['git'][:7]}.",
         "",
-        f"| call | {' | '.join(_METHODS)} |",
+        f"| operator | {' | '.join(_TITLES)} |",
         "|---|" + "---:|" * len(_METHODS),
     ]
     for operator in dict.fromkeys(row["op"] for row in rows):

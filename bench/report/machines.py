@@ -1,8 +1,8 @@
-"""Sections of the report whose tables are one for each machine."""
+"""Report sections with one table per machine."""
 
 
 def section(intro, rows, table):
-    """``intro`` and for each machine that has rows ``table`` of those of its newest run; nothing if there are none."""
+    """Return ``intro`` and, for each machine, ``table`` of the rows of its newest run; "" if there are no rows."""
     machines = sorted({_machine(row) for row in rows})
     tables = [table(_newest([row for row in rows if _machine(row) == machine])) for machine in machines]
     return "\n".join([intro, *tables]) if tables else ""

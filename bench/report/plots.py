@@ -1,6 +1,6 @@
-"""Plots of the measured points: speed-up per shape, sweeps of M, and where each shape is bound. Drawn by matplotlib.
+"""Plots of the dense operators: speed-up by shape, sweeps of M, and a roofline. Drawn by matplotlib.
 
-Which figures there are follows from the points alone, so that the report can name them where matplotlib is missing.
+The list of figures depends on the points alone, so the report can name the figures without matplotlib.
 """
 
 import io
@@ -13,7 +13,7 @@ from bench.dense.shapes import TOKENS, layer_names
 _GREY, _ORANGE, _BLUE = "#777777", "#e08214", "#2166ac"
 _PEERS = (_ORANGE, "#7fbc41", "#8c6bb1", "#b35806")
 _SHADES = ("#92c5de", "#4393c3", "#2166ac", "#053061")  # machines, by number of GPUs
-_BAR_ROWS = 1024  # bars and roofline: products with less rows are for the sweeps
+_BAR_ROWS = 1024  # smaller M appears in the sweeps, not in bars and roofline
 _DPI = 110
 _TUNER = "tuner's last round"
 _COLUMNS = 4  # of the sweeps
@@ -22,7 +22,7 @@ _M_TICKS = [8**i for i in range(6)]
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG. ``machine``: under whose heading it stands; None: it compares machines. ``draw``: (figure, points)."""
+    """A PNG file. ``machine`` is the heading that it belongs to, or None if it compares machines."""
 
     file: str
     caption: str
@@ -32,16 +32,17 @@ class Figure:
 
 
 def figures(points):
-    """All figures that there are points for."""
+    """Return the Figure of every plot that has points."""
     forward = [point for point in points if point.direction == "forward"]
     eager = [point for point in forward if not point.graph]
     found = []
     tuned = at_full_size([p for p in eager if p.tuner and p.speedup], TOKENS)
     if tuned:
-        caption = f"Ours over the sequence, forward, M = {TOKENS} unless named (from the {_TUNER}; {_multicast(tuned)})"
+        where = f"from the {_TUNER}; {_multicast(tuned)}"
+        caption = f"Speed-up over NCCL + cuBLAS, forward, M = {TOKENS} unless named ({where})"
         found.append(Figure("speedup-tuner.png", caption, None, tuned, _bars_of_machines))
     if long := [point for point in eager if point.shape.m >= _BAR_ROWS and point.gemm and point.wire]:
-        caption = f"GEMM alone against the wire, forward, and how near the floor ours comes ({_multicast(long)})"
+        caption = f"GEMM time against wire time, forward, and efficiency = floor / ours ({_multicast(long)})"
         chosen = at_full_size(_one_source(long, "machine"), TOKENS)
         found.append(Figure("roofline.png", caption, None, chosen, _roofline))
     for (machine,), chosen in groups(eager, "machine").items():
@@ -56,7 +57,7 @@ def _of_machine(machine, points, suffix):
     found = []
     compared = [point for point in at_full_size(points, TOKENS) if not point.tuner and point.speedup]
     if long := [point for point in compared if point.shape.m >= _BAR_ROWS]:
-        caption = f"Speed-up over the sequence, forward, {place} ({_multicast(long)})"
+        caption = f"Speed-up over NCCL + cuBLAS, forward, {place} ({_multicast(long)})"
         found.append(Figure(f"speedup-{machine}{suffix}.png", caption, machine, long, _bars))
     if sweeps := [point for layer in swept(_one_source(points, "layer")).values() for point in layer]:
         sources = {point.tuner for point in sweeps}
@@ -67,7 +68,7 @@ def _of_machine(machine, points, suffix):
 
 
 def _one_source(points, *names):
-    """For each of these the benchmark's points or the tuner's, of which there are more: they do not mix."""
+    """Return, for each group, the benchmark's points or the tuner's, whichever are more; the two are never mixed."""
     found = []
     for chosen in groups(points, *names).values():
         tuner, bench = ([point for point in chosen if point.tuner == which] for which in (True, False))
@@ -80,7 +81,7 @@ def _multicast(points):
 
 
 def short(gpu):
-    """The name of a GPU as a part of a file's name."""
+    """Return the name of a GPU for use in a file name."""
     return gpu.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
@@ -89,7 +90,7 @@ def _title(point):
 
 
 def draw(figures, folder):
-    """Write the PNGs; their paths. The same points give the same bytes, with the same matplotlib."""
+    """Write the PNGs and yield their paths. With one version of matplotlib the same points give the same bytes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
@@ -106,7 +107,7 @@ def draw(figures, folder):
 
 
 def _save(canvas, path):
-    """As a PNG of 256 colours, a third as large, that says neither when nor by what version it was made."""
+    """Save as a PNG with 256 colours (a third of the size) and without date or version."""
     from PIL import Image  # matplotlib needs it, too
 
     buffer = io.BytesIO()
@@ -118,29 +119,29 @@ def _save(canvas, path):
 
 
 def _panels(canvas, points, row_inches):
-    """(axes, points) of each operator, side by side and as high as the longest list of shapes needs."""
+    """Yield (axes, points) of each operator, side by side; the height follows the longest list of shapes."""
     by_operator = groups(points, "operator")
     rows = max(len({point.shape for point in chosen}) for chosen in by_operator.values())
     canvas.set_size_inches(5.2 * len(by_operator), 1.3 + row_inches * rows)
     axes = canvas.subplots(1, len(by_operator), squeeze=False)[0]
     for axis, ((operator,), chosen) in zip(axes, by_operator.items()):
         axis.set_title(operator, fontsize=10)
-        axis.set_ylim(rows - 0.4, -0.6)  # the first on top, bars as thick as beside
+        axis.set_ylim(rows - 0.4, -0.6)  # first shape on top; equal bar height in all panels
         yield axis, chosen
 
 
 def _draw_bars(axis, shapes, series):
-    """Horizontal bars in groups; series: [(label, colour, {shape: factor})], the first on top of its group."""
+    """Draw grouped horizontal bars. ``series`` is [(label, colour, {shape: factor})], from top to bottom."""
     height = 0.8 / len(series)
     for number, (label, colour, factors) in enumerate(series):
         places = [y + (number - (len(series) - 1) / 2) * height for y, shape in enumerate(shapes) if shape in factors]
         widths = [factors[shape] for shape in shapes if shape in factors]
         bars = axis.barh(places, widths, height * 0.92, color=colour, label=label)
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
-    axis.axvline(1, color=_GREY, linewidth=1, zorder=0, label="sequence = 1")
+    axis.axvline(1, color=_GREY, linewidth=1, zorder=0, label="NCCL + cuBLAS = 1")
     axis.set_yticks(range(len(shapes)), [_shape_label(shape) for shape in shapes], fontsize=8)
     axis.set_xlim(0, 1.12 * max(1, *(max(factors.values()) for *_, factors in series if factors)))
-    axis.set_xlabel("speed-up over NCCL + cuBLAS in sequence")
+    axis.set_xlabel("speed-up over NCCL, then cuBLAS")
 
 
 def _shape_label(shape):
@@ -152,8 +153,8 @@ def _shapes_of(points):
 
 
 def _bars(canvas, points):
-    """Ours and the peers of each shape of a machine."""
-    ours = "ours (default config)" if all(point.untuned for point in points) else "ours"
+    """Draw ours and the other libraries for each shape of a machine."""
+    ours = "ours (heuristic config)" if all(point.untuned for point in points) else "ours"
     colours = dict(zip(sorted({name for point in points for name in point.peers}), _PEERS))
     for axis, chosen in _panels(canvas, points, 0.48):
         series = [(ours, _BLUE, {p.shape: p.speedup for p in chosen})]
@@ -178,7 +179,7 @@ def _bars_of_machines(canvas, points):
 
 
 def _legend(canvas):
-    """One for all panels, below them."""
+    """Draw one legend for all panels, below them."""
     found = {}
     for axis in canvas.axes:
         for handle, label in zip(*axis.get_legend_handles_labels()):
@@ -190,7 +191,7 @@ def _legend(canvas):
 
 
 def _sweeps(canvas, points):
-    """A panel a layer: ms against M, with the floor drawn in; an operator begins a row."""
+    """Draw a panel for each layer: ms against M, with the floor. Each operator starts a row."""
     rows = []
     for chosen in groups(points, "operator").values():
         layers = _in_order(groups(chosen, "layer").values())
@@ -210,16 +211,16 @@ def _sweeps(canvas, points):
 
 
 def _in_order(layers):
-    """As in the models."""
+    """Sort layers in the order in which the models list them."""
     known = list(layer_names())
     return sorted(layers, key=lambda found: known.index(found[0].layer) if found[0].layer in known else len(known))
 
 
 def _draw_sweep(axis, points):
     for label, attribute, style in (
-        ("sequence", "sequence", {"color": _ORANGE, "marker": "s", "markersize": 3.5}),
+        ("NCCL, then cuBLAS", "sequence", {"color": _ORANGE, "marker": "s", "markersize": 3.5}),
         ("ours", "ours", {"color": _BLUE, "marker": "o", "markersize": 3}),
-        ("floor: the larger of GEMM and wire", "floor", {"color": _GREY, "linestyle": "--"}),
+        ("floor: max(GEMM, wire)", "floor", {"color": _GREY, "linestyle": "--"}),
     ):
         curve = [(p.shape.m, getattr(p, attribute)) for p in points if getattr(p, attribute)]
         if curve:
@@ -234,7 +235,7 @@ def _draw_sweep(axis, points):
 
 
 def _plain_numbers(axis):
-    """0.1 and 4096 instead of powers."""
+    """Label ticks as 0.1 and 4096 instead of powers."""
     from matplotlib.ticker import FuncFormatter
 
     for side in (axis.xaxis, axis.yaxis):
@@ -245,7 +246,7 @@ def _plain_numbers(axis):
 
 
 def _roofline(canvas, points):
-    """A panel a machine: on which side of the diagonal a shape lies is what binds it."""
+    """Draw a panel for each machine. Above the diagonal a shape is bound by the wire, below it by the GEMM."""
     from matplotlib.lines import Line2D
 
     machines = list(groups(points, "machine").values())
@@ -263,13 +264,13 @@ def _roofline(canvas, points):
                 [point.gemm for point in some], [point.wire for point in some], c=[p.efficiency for p in some],
                 marker=marker, s=48, cmap="viridis", vmin=0.4, vmax=1, edgecolors="black", linewidths=0.4,
             )
-        axis.set(xscale="log", yscale="log", xlim=right, ylim=top, xlabel="GEMM alone, ms (cuBLAS)")
+        axis.set(xscale="log", yscale="log", xlim=right, ylim=top, xlabel="GEMM time, ms (cuBLAS alone)")
         axis.set_title(f"{_title(chosen[0])}{f' ({_TUNER})' if chosen[0].tuner else ''}", fontsize=10)
         axis.text(0.04, 0.96, "bound by the wire", transform=axis.transAxes, va="top", color=_GREY)
         axis.text(0.96, 0.04, "bound by the GEMM", transform=axis.transAxes, ha="right", color=_GREY)
         axis.grid(alpha=0.25, linewidth=0.5)
         _plain_numbers(axis)
-    axes[0].set_ylabel("wire alone, ms (bytes at the best link rate)")
+    axes[0].set_ylabel("wire time, ms (bytes / best link rate)")
     canvas.colorbar(drawn, ax=axes, label="efficiency of ours: floor / ours", extend="both", shrink=0.8)
     handles = [
         Line2D([], [], linestyle="", marker=marker, markerfacecolor="white", markeredgecolor="black", label=operator)

@@ -1,21 +1,23 @@
-"""What the tuner found for operators that are no dense products, a part of the report."""
+"""Report section of the tuner's selections for collectives, MoE and attention."""
 
 from bench.report.config_text import config_in_short
 from bench.report.machines import section
 
-_INTRO = """## What the tuner found: collectives, experts, attention
+_INTRO = """## Tuned configs: collectives, MoE, attention
 
-Milliseconds of the best config, and how many times as long torch's sequence and the default config took; the tuner's
-last round, calls without a CUDA graph, bf16. Of `flash_decode` torch's sequence is the specification, which nobody
-would run. "torch alone" is what torch takes for a rank's own part, without communication; "wire" the bytes that cross
-at the best rate of a link. A time that is hardly more than the host's for a call says nothing of configs: what is
-marked "host" did not go into the tables that are shipped.
+Milliseconds of the best config, and its speedup over the unfused baseline and over the heuristic config, from the
+tuner's final round; eager calls, bf16. For `flash_decode` the baseline is the reference implementation, which is not
+optimized. "torch compute" is torch's time for the compute of one rank without communication, "wire" the transferred
+bytes over the best rate of a link. Configs marked "host" are not in the shipped tables, because their times are bound
+by host launch time and do not depend on the config.
 """
-_COLUMNS = ("operator", "sizes", "layout", "ms", "x torch", "x default", "torch alone", "wire", "shipped", "config")
+_COLUMNS = (
+    "operator", "sizes", "layout", "ms", "x unfused", "x heuristic", "torch compute", "wire", "shipped", "config",
+)
 
 
 def text(rows):
-    """The section of all rows; nothing if there are none."""
+    """Return the section, or "" if there are no rows."""
     return section(_INTRO, rows, _table)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of expert parallelism: cases, what is measured and checked, rows, tables and plots."""
+"""Benchmarks of expert parallelism: cases, methods, checks, rows, command, tables and plots."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def case_of(operator, tokens=3, ranks=2, payload="bf16", routing="balanced", lay
 # ---- cases ----
 
 
-def test_the_cases_of_a_run():
+def test_cases_of_a_run():
     found = list(dispatch.cases(dispatch.OPERATORS, None, 4, dispatch.LAYER, dispatch.PAYLOADS, "balanced"))
     assert {case.tokens for case in found} == {1, 8, 32, 128, 512, 2048, 4096, 8192} and found[0].tokens == 8192
     assert [str(case) for case in found if case.tokens == 128] == [
@@ -34,11 +34,11 @@ def test_the_cases_of_a_run():
         "ep_combine 128 tokens", "ep_latency fp8 128 tokens", "all_to_all 128 tokens",
     ]
     assert {case.tokens for case in found if case.operator == "ep_latency"} == {1, 8, 32, 128}
-    chosen = dispatch.cases(["ep_dispatch", "ep_latency"], [512], 4, dispatch.LAYER, ["bf16"], "skewed")
-    assert [str(case) for case in chosen] == ["ep_dispatch bf16 512 tokens skewed", "ep_latency bf16 512 tokens skewed"]
+    skewed = dispatch.cases(["ep_dispatch", "ep_latency"], [512], 4, dispatch.LAYER, ["bf16"], "skewed")
+    assert [str(case) for case in skewed] == ["ep_dispatch bf16 512 tokens skewed", "ep_latency bf16 512 tokens skewed"]
 
 
-def test_what_cannot_be_measured_says_why():
+def test_why_not_names_the_reason():
     assert case_of("ep_dispatch").why_not() is None
     assert "E = 4 is not divisible by 3" in case_of("ep_dispatch", ranks=3).why_not()
     assert "k = 3 is more than E = 2" in case_of("ep_dispatch", layer=(128, 2, 3)).why_not()
@@ -52,19 +52,19 @@ def test_bytes_of_a_row():
     assert case_of("ep_latency", payload="fp8", layer=dispatch.LAYER).row_bytes == 7168 + 4 * 56 + 14336
 
 
-def test_traffic_is_counted_once_for_a_rank_and_once_for_a_choice():
+def test_traffic_per_rank_and_per_assignment():
     dest = torch.tensor([[[0, 1, 1], [1, 1, 1]], [[0, 0, 0], [0, 1, 0]]])  # [ranks, tokens, choices]
-    # From 0 to 1: 2 tokens, 5 choices; from 1 to 0: 2 tokens, 5 choices.
+    # From 0 to 1: 2 tokens, 5 assignments; from 1 to 0: 2 tokens, 5 assignments.
     assert dispatch.traffic(dest, 0) == (6, 6, 2, 5)
     alone = torch.tensor([[[0, 0]], [[0, 1]], [[0, 2]]])
-    assert dispatch.traffic(alone, 1) == (1, 4, 2, 2), "the busiest rank is the one that receives"
+    assert dispatch.traffic(alone, 1) == (1, 4, 2, 2), "the receiving rank is the busiest"
     assert dispatch.traffic(1 - dest[:, :1].clamp(max=1), 1)[1] >= 3
 
 
 def test_capacity_is_the_worst_case_for_few_tokens():
     few, many = (case_of("ep_dispatch", tokens, 4, layer=dispatch.LAYER) for tokens in (128, 4096))
     assert dispatch.capacity(few, 5) == 4 * 128 * 8 and dispatch.capacity(many, 5) == 2 * 4096 * 8
-    assert dispatch.capacity(many, 70000) == 70000, "a skewed routing fits, too"
+    assert dispatch.capacity(many, 70000) == 70000, "the capacity also holds a skewed routing"
     assert dispatch.capacity(case_of("all_to_all", 4, 2, layer=(128, 2, 1)), 5) == 8
 
 
@@ -73,7 +73,7 @@ def test_capacity_is_the_worst_case_for_few_tokens():
 PLAN = measure.Plan(rounds=1, burst_ms=0, peers=dispatch.PEERS, overrides=({"combine": "per_expert"}, {"nope": 1}))
 
 
-def measures(*arguments):
+def measure_case(*arguments):
     return dispatch.measure(case_of(*arguments), PLAN)
 
 
@@ -86,8 +86,8 @@ def measures(*arguments):
         ("all_to_all", 3, 2, "bf16", "balanced", (128, 2, 1)),
     ],
 )
-def test_everything_is_checked_and_timed(arguments):
-    found = on_ranks(2, measures, *arguments)[0]
+def test_all_methods_are_checked_and_timed(arguments):
+    found = on_ranks(2, measure_case, *arguments)[0]
     times = {name: entry for name, graph, entry in found if not graph}
     operator = arguments[0]
     expected = {"sequence", "tdkernels", 'tdkernels c1 {"combine": "per_expert"}'}
@@ -100,28 +100,28 @@ def test_everything_is_checked_and_timed(arguments):
     assert {name for name, entry in times.items() if entry.get("absent")} == {*absent, 'tdkernels c2 {"nope": 1}'}
     rows = dispatch.rows(case_of(*arguments), found, 400.0)
     by_method = {row["method"]: row for row in rows}
-    ours, sequence = by_method["tdkernels"], by_method["sequence"]
-    assert math.isclose(ours["speedup"], sequence["ms"] / ours["ms"])
-    assert math.isclose(ours["floor_ms"], ours["wire_bytes"] / 400e6) and ours["config"]["combine"] == "per_rank"
-    assert 0 < ours["wire_bytes"] <= ours["wire_bytes_per_expert"] and ours["max_tokens"] >= ours["most_rows"] > 0
-    assert operator != "ep_latency" or ours["p99_ms"] >= ours["ms"]
+    row, sequence = by_method["tdkernels"], by_method["sequence"]
+    assert math.isclose(row["speedup"], sequence["ms"] / row["ms"])
+    assert math.isclose(row["floor_ms"], row["wire_bytes"] / 400e6) and row["config"]["combine"] == "per_rank"
+    assert 0 < row["wire_bytes"] <= row["wire_bytes_per_expert"] and row["max_tokens"] >= row["most_rows"] > 0
+    assert operator != "ep_latency" or row["p99_ms"] >= row["ms"]
     assert json.loads(json.dumps(rows)) == rows
 
 
-def sees_what_is_wrong():
-    """Rows of the right size in the wrong order, and a combine that is off by more than roundings."""
+def find_wrong_results():
+    """Return the verdicts on correct rows, on rows in the wrong order, and on an ep_dispatch with doubled rows."""
     case, s = case_of("ep_dispatch", 8), None
     s = case.inputs(0)
-    dispatch_methods.add_known(case, s)
+    dispatch_methods.add_known_sizes(case, s)
     references = dispatch._references(case, [s])
-    right = dispatch_methods.sequences(case, [s])["sequence"]
+    correct = dispatch_methods.sequences(case, [s])["sequence"]
 
     def shifted(s):
-        rows, scales, splits, weights = right.call(s)
+        rows, scales, splits, weights = correct.call(s)
         return rows.roll(1, 0), scales, splits, weights
 
-    verdicts = [dispatch._why_wrong(right.plain, call, references) for call in (right.call, shifted)]
-    tdkernels.ep_dispatch, original = (lambda *a, **k: _twice(original(*a, **k))), tdkernels.ep_dispatch
+    verdicts = [dispatch._mismatch_reason(correct.plain, call, references) for call in (correct.call, shifted)]
+    tdkernels.ep_dispatch, original = (lambda *a, **k: _doubled(original(*a, **k))), tdkernels.ep_dispatch
     try:
         dispatch.measure(case, PLAN)
     except RuntimeError as error:
@@ -131,38 +131,38 @@ def sees_what_is_wrong():
     return verdicts
 
 
-def _twice(outputs):
+def _doubled(outputs):
     recv, handle = outputs
     return recv._replace(x=recv.x * 2), handle
 
 
-def test_what_is_wrong_is_not_timed():
-    right, shifted, ours = on_ranks(2, sees_what_is_wrong)[0]
-    assert right is None and "wrong: relative errors" in shifted
-    assert ours.startswith("tdkernels: wrong: relative errors")
+def test_wrong_results_are_not_timed():
+    correct, shifted, doubled = on_ranks(2, find_wrong_results)[0]
+    assert correct is None and "wrong: relative errors" in shifted
+    assert doubled.startswith("tdkernels: wrong: relative errors")
 
 
-def quantizes():
+def check_inputs():
     x = torch.randn(4, 256, dtype=torch.bfloat16, device=device())
     x[1] = 0
     codes, scales = dispatch_methods.quantized(x)
     error = (dispatch_methods.dequantized(codes, scales) - x.float()).abs().amax()
-    every = [case_of("ep_dispatch", 16, routing=routing).ids_of_all(3) for routing in dispatch.ROUTINGS]
-    distinct = all(len(set(token)) == 2 for ids in every for token in ids.flatten(0, 1).tolist())
-    return scales.shape, error.item(), distinct, harness.slowest([dist.get_rank()]), every[0].tolist()
+    all_ids = [case_of("ep_dispatch", 16, routing=routing).ids_of_all(3) for routing in dispatch.ROUTINGS]
+    distinct = all(len(set(token)) == 2 for ids in all_ids for token in ids.flatten(0, 1).tolist())
+    return scales.shape, error.item(), distinct, harness.slowest([dist.get_rank()]), all_ids[0].tolist()
 
 
-def test_inputs_are_the_same_routing_on_all_ranks():
-    first, second = on_ranks(2, quantizes)
+def test_routing_is_equal_on_all_ranks():
+    first, second = on_ranks(2, check_inputs)
     assert first[0] == (4, 2) and first[1] < 0.2 and first[2] and first[4] == second[4]
 
 
-def asks_for_a_peer():
+def find_absent_peer():
     def fails_on_one(case, room, sets):
         if dist.get_rank() == 1:
             raise dispatch_peers.Absent("not here")
 
-    kept = dispatch_peers.PEERS["deepep"]
+    original = dispatch_peers.PEERS["deepep"]
     dispatch_peers.PEERS["deepep"] = dispatch_peers.Peer(("ep_combine",), fails_on_one)
     try:
         case = case_of("ep_combine")
@@ -170,11 +170,11 @@ def asks_for_a_peer():
         capacity = dispatch.capacity(case, sets[0].most_rows)
         return dispatch._methods(case, measure.Plan(1, 0, peers=("deepep",)), capacity, sets)[1]
     finally:
-        dispatch_peers.PEERS["deepep"] = kept
+        dispatch_peers.PEERS["deepep"] = original
 
 
-def test_ranks_agree_on_who_is_absent():
-    assert on_ranks(2, asks_for_a_peer) == [{"deepep": "failed on another rank"}, {"deepep": "not here"}]
+def test_ranks_agree_on_absent_peers():
+    assert on_ranks(2, find_absent_peer) == [{"deepep": "failed on another rank"}, {"deepep": "not here"}]
 
 
 # ---- the command ----
@@ -191,25 +191,25 @@ def test_ranks_agree_on_who_is_absent():
         (["ep_dispatch", "--peers", "flux"], "torch-vdev-2d, deepep"),
     ],
 )
-def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+def test_bench_rejects_invalid_arguments(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 class NoPool:
-    """Answers for the machine, and cannot measure anything."""
+    """A RankPool that describes the machine and measures nothing."""
 
     usable = True
 
     def run(self, fn, *arguments):
-        assert fn in (harness.machine, harness.link_rate), "nothing is to be measured"
+        assert fn in (harness.machine, harness.link_rate), "no case may be measured"
         return [{"gpu": "testing", "num_gpus": 2} if fn is harness.machine else None]
 
 
-def test_when_the_time_is_up_nothing_more_is_begun(capsys):
+def test_deadline_skips_the_remaining_cases(capsys):
     cases = [case_of("ep_combine"), case_of("ep_dispatch")]
     assert bench_run._measure_all(NoPool(), cases, PLAN, None, deadline=0.0) == ([], [])
-    assert "time is up: 2 of 2 cases are left out, from ep_combine 3 tokens on" in capsys.readouterr().out
+    assert "time limit reached: 2 of 2 cases are skipped, from ep_combine 3 tokens on" in capsys.readouterr().out
 
 
 # ---- the report ----
@@ -253,23 +253,23 @@ def folder(tmp_path):
 def test_tables_show_the_newest_runs(folder):
     assert points.read(folder) == [] and points.read_collectives(folder) == []
     text = dispatch_report.text(points.read_ep(folder), lambda figure: f"![]({figure.file})\n")
-    # 4 MB at 400 GB/s are 10 us.
+    # 4 MB at 400 GB/s take 10 us.
     eager = "### ep_dispatch, fp8, 4 x NVIDIA Testing"
     assert line(text, eager, 128) == ["128", "100.0", "–", "50.0", "40.0", "10.0", "2.00", "0.20"]
     assert line(text, eager, 512)[-2:] == ["0.50 ▼", "0.05"] and "c1" not in text
     graph = line(text, "### ep_dispatch, fp8, in a CUDA graph", 128)
     assert graph == ["128", "–", "80.0", "–", "20.0", "10.0", "4.00", "0.50"]
-    latency = line(text, "### ep_latency, bf16, there and back", 8)
+    latency = line(text, "### ep_latency, bf16, dispatch + combine", 8)
     assert latency[:3] == ["8", "300.0 / 600.0", "100.0 / 200.0"]
     assert dispatch_report.text([], str) == ""
 
 
-def test_the_report_has_the_section_and_its_plots(folder):
+def test_report_has_the_section_and_its_plots(folder):
     assert report.main(folder, folder) == 0
     text = (folder / "README.md").read_text()
     assert "## Expert parallelism" in text
     for figure in dispatch_plots.figures(dispatch_report.newest_runs(points.read_ep(folder))):
         assert f"(plots/{figure.file})" in text
         if importlib.util.find_spec("matplotlib"):
-            assert (folder / "plots" / figure.file).stat().st_size > 5000, "an empty picture"
+            assert (folder / "plots" / figure.file).stat().st_size > 5000, "the plot is empty"
     assert "(plots/ep-testingx4.png)" in text and "(plots/ep-testingx4-graph.png)" in text

@@ -1,4 +1,4 @@
-"""The benchmark of flash_decode: shapes, what is measured and checked, rows, the command, tables and plots."""
+"""Benchmark of flash_decode: shapes, methods, checks, rows, command, tables and plots."""
 
 import json
 import math
@@ -27,15 +27,15 @@ MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.
 
 
 def test_shapes_by_name_and_by_size():
-    everything = flash_decode.parse_shapes(None)
-    assert everything == flash_decode.SHAPES and len({*everything}) == len(everything)
-    assert {(s.heads, s.kv_heads, s.dim) for s in everything} == {(96, 12, 128), (32, 8, 128)}
-    of_one = [s.keys for s in flash_decode.parse_shapes("h96-kv12-b1")]
-    assert {*of_one} >= {1 << exponent for exponent in range(10, 18)}
-    exactly = [s for s in everything if s.name == "h96-kv12-b1"]
-    assert [s.keys for s in exactly] == [1 << exponent for exponent in range(10, 18)]
+    all_shapes = flash_decode.parse_shapes(None)
+    assert all_shapes == flash_decode.SHAPES and len({*all_shapes}) == len(all_shapes)
+    assert {(s.heads, s.kv_heads, s.dim) for s in all_shapes} == {(96, 12, 128), (32, 8, 128)}
+    keys_by_prefix = [s.keys for s in flash_decode.parse_shapes("h96-kv12-b1")]
+    assert {*keys_by_prefix} >= {1 << exponent for exponent in range(10, 18)}
+    exact = [s for s in all_shapes if s.name == "h96-kv12-b1"]
+    assert [s.keys for s in exact] == [1 << exponent for exponent in range(10, 18)]
     for batch in (8, 32, 128):
-        most = max(s.keys for s in everything if s.batch == batch)
+        most = max(s.keys for s in all_shapes if s.batch == batch)
         assert 1024 <= most < 1 << 17 and batch * most <= 1 << 17
     named, sized = flash_decode.parse_shapes("h32-kv8-b8,2x4x2x16x5", keys=[2048])
     assert str(named) == "8x32x8x128x2048" and str(sized) == "2x4x2x16x5"
@@ -45,7 +45,7 @@ def test_shapes_by_name_and_by_size():
     ]
 
 
-def test_what_cannot_be_measured_says_why():
+def test_why_not_names_the_reason():
     assert flash_decode.Case(SHAPE, 2).why_not() is None
     odd = flash_decode.Shape(1, 5, 2, 64, 8)
     assert flash_decode.Case(odd, 2).why_not() == "5 query heads are not divisible by 2 kv heads"
@@ -54,7 +54,7 @@ def test_what_cannot_be_measured_says_why():
 # ---- measuring ----
 
 
-def measures(plan):
+def measure_case(plan):
     case = flash_decode.Case(SHAPE, dist.get_world_size())
     first, second = (case.inputs(seed) for seed in range(2))
     assert not torch.equal(first.q, second.q) and not torch.equal(first.k, first.v)
@@ -62,8 +62,8 @@ def measures(plan):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_everything_is_checked_and_timed(world_size):
-    results = on_ranks(world_size, measures, PLAN)
+def test_all_methods_are_checked_and_timed(world_size):
+    results = on_ranks(world_size, measure_case, PLAN)
     if world_size == 2:
         (q, k), (other_q, other_k) = (operands for _, operands in results)
         assert torch.equal(q, other_q) and not torch.equal(k, other_k)
@@ -72,15 +72,15 @@ def test_everything_is_checked_and_timed(world_size):
     timed = {row["method"] for row in rows if row["ms"]}
     expected = {"copy", "torch-local math", "local", f"local {CHANGED}"}
     expected |= {"sequence math", "tdkernels", f"tdkernels {CHANGED}"} if world_size > 1 else set()
-    of_peer = {"torch-local sdpa-flash"} | ({"sequence sdpa-flash"} if world_size > 1 else set())
-    assert timed == expected | (of_peer if ON_GPU else set())
+    peer_methods = {"torch-local sdpa-flash"} | ({"sequence sdpa-flash"} if world_size > 1 else set())
+    assert timed == expected | (peer_methods if ON_GPU else set())
     absent = {row["method"] for row in rows if row["absent"]}
     assert absent == {f"tdkernels {UNKNOWN}"} | (set() if ON_GPU else {"torch-local sdpa-flash"})
     assert json.loads(json.dumps(rows)) == rows
     assert {row["config"]["num_warps"] for row in rows if CHANGED in row["method"]} == {2}
 
 
-def test_what_follows_from_the_times():
+def test_quantities_derived_from_times():
     case = flash_decode.Case(flash_decode.Shape(1, 8, 2, 64, 1 << 16), 2)
     times = {"torch-local math": 0.5, "torch-local sdpa-flash": 0.2, "local": 0.1, "sequence math": 0.6,
              "sequence sdpa-flash": 0.25, "tdkernels": 0.125}
@@ -99,11 +99,11 @@ def test_what_follows_from_the_times():
     assert rows["copy", False]["efficiency"] is None and rows["copy", False]["speedup"] is None
 
 
-def measures_what_is_wrong(alone):
+def measure_wrong_method(local):
     original = flash_decode_methods.ours
 
     def wrong(s, config=None, group=None):
-        return original(s, config, group) * (1.1 if (group is not None) == alone else 1.0)
+        return original(s, config, group) * (1.1 if (group is not None) == local else 1.0)
 
     flash_decode_methods.ours = wrong
     try:
@@ -114,42 +114,42 @@ def measures_what_is_wrong(alone):
         flash_decode_methods.ours = original
 
 
-@pytest.mark.parametrize("alone, name", [(True, "local"), (False, "tdkernels")])
-def test_what_is_wrong_is_not_timed(alone, name):
-    for message in on_ranks(2, measures_what_is_wrong, alone):
+@pytest.mark.parametrize("local, name", [(True, "local"), (False, "tdkernels")])
+def test_wrong_results_are_not_timed(local, name):
+    for message in on_ranks(2, measure_wrong_method, local):
         assert message.startswith(f"{name}: wrong: relative errors")
 
 
-def compares():
-    """The sequence, the attention of a rank, and the attention to all ranks' keys, gathered."""
+def check_sequence():
+    """Compare the torch baseline with attention over the gathered keys of all ranks."""
     case = flash_decode.Case(SHAPE, dist.get_world_size())
     s = flash_decode_methods.in_fp32(case.inputs(0))
     caches = []
     for cache in (s.k, s.v):
-        of_ranks = [torch.empty_like(cache) for _ in range(case.ranks)]
-        dist.all_gather(of_ranks, cache)
-        caches.append(torch.cat(of_ranks, 1).transpose(1, 2).repeat_interleave(2, 1))
-    whole = torch.nn.functional.scaled_dot_product_attention(s.q[:, :, None], *caches)[:, :, 0]
+        gathered = [torch.empty_like(cache) for _ in range(case.ranks)]
+        dist.all_gather(gathered, cache)
+        caches.append(torch.cat(gathered, 1).transpose(1, 2).repeat_interleave(2, 1))
+    expected = torch.nn.functional.scaled_dot_product_attention(s.q[:, :, None], *caches)[:, :, 0]
     merged = flash_decode_methods.sequence(flash_decode_methods.math, s)
-    alone, lse = flash_decode_methods.math(s)
-    assert lse.shape == s.q.shape[:2] and not torch.allclose(alone, whole, atol=1e-3)
-    torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
+    local, lse = flash_decode_methods.math(s)
+    assert lse.shape == s.q.shape[:2] and not torch.allclose(local, expected, atol=1e-3)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_sequence_is_attention_to_all_ranks_keys():
-    on_ranks(2, compares)
+def test_torch_baseline_is_attention_over_all_keys():
+    on_ranks(2, check_sequence)
 
 
 # ---- the command ----
 
 
-class Ranks:
-    """In the place of a pool: measures nothing, and says how many ranks it was to have."""
+class FakePool:
+    """A RankPool that measures nothing and records the requested number of ranks."""
 
     usable, ranks = True, None
 
     def __init__(self, ranks, device, timeout_s):
-        Ranks.ranks = ranks
+        FakePool.ranks = ranks
 
     def __enter__(self):
         return self
@@ -161,17 +161,17 @@ class Ranks:
         if fn is harness.link_rate:
             return [None]
         times = [("copy", False, {"ms": 1.0, "bytes": 10}), ("local", False, {"ms": 2.0})]
-        return [{"gpu": "NVIDIA Testing", "num_gpus": Ranks.ranks} if fn is harness.machine else times]
+        return [{"gpu": "NVIDIA Testing", "num_gpus": FakePool.ranks} if fn is harness.machine else times]
 
 
 @pytest.mark.parametrize("gpus, nproc, ranks", [(0, None, 2), (1, None, 1), (4, None, 4), (4, 1, 1), (4, 2, 2)])
-def test_as_many_gpus_as_there_are(gpus, nproc, ranks, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench_run, "RankPool", Ranks)
+def test_number_of_ranks(gpus, nproc, ranks, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_run, "RankPool", FakePool)
     monkeypatch.setattr(bench_run.torch.cuda, "device_count", lambda: gpus)
     options = ["--shapes", "h32-kv8-b8", "--tokens", "1024,2048", "--out", str(tmp_path)]
     options += ["--nproc", str(nproc)] if nproc else []
     assert main(["bench", "flash_decode", *options]) == 0
-    assert Ranks.ranks == ranks
+    assert FakePool.ranks == ranks
     assert capsys.readouterr().out.startswith("Rehearsal on 2 CPU ranks,") == (gpus == 0)
     path = tmp_path / f"testingx{ranks}" / "flash_decode.jsonl"
     assert path.exists() == (gpus > 0)
@@ -186,19 +186,19 @@ def test_as_many_gpus_as_there_are(gpus, nproc, ranks, monkeypatch, capsys, tmp_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["flash_decode", "ag_gemm"], "flash_decode is measured by itself"),
-        (["flash_decode", "--shapes", "8x8x8"], "'8x8x8' is neither BxHqxHkvxDxS nor the beginning of h96-kv12-b1,"),
+        (["flash_decode", "ag_gemm"], "flash_decode cannot be combined with other operators"),
+        (["flash_decode", "--shapes", "8x8x8"], "'8x8x8' is neither BxHqxHkvxDxS nor a prefix of h96-kv12-b1,"),
         (["flash_decode", "--tokens", "7"], "--tokens: no shape of flash_decode has 7 keys"),
         (["flash_decode", "--nproc", "0"], "--nproc must be at least 1 rank, not 0"),
         (["flash_decode", "--peers", "sdpa"], "sdpa-flash, sdpa-cudnn"),
     ],
 )
-def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+def test_bench_rejects_invalid_arguments(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_operator_is_the_library_s():
+def test_operator_exists_in_the_library():
     assert {*flash_decode.OPERATORS, "FlashDecodeConfig"} <= set(tdkernels.__all__)
 
 
@@ -206,7 +206,10 @@ def test_the_operator_is_the_library_s():
 
 
 def run_of(keys, ranks=2, graph=True, date="2026-01-02", batch=1, **ms):
-    """The rows of one run, a copy at 4000 GB/s among them; times by method, with _ for what is between words."""
+    """Return the rows of one run, with a copy at 4000 GB/s.
+
+    ``ms`` gives times by method; "__" stands for a space and "_" for a hyphen.
+    """
     case = flash_decode.Case(flash_decode.Shape(batch, 96, 12, 128, keys, "h96-kv12-b1"), ranks)
     found = [("copy", False, {"ms": 1.0, "bytes": 4 * 10**9})]
     found += [(name.replace("__", " ").replace("_", "-"), graph, {"ms": time}) for name, time in ms.items()]
@@ -236,30 +239,30 @@ def folder(tmp_path):
     return tmp_path / "results"
 
 
-def test_tables_show_the_newest_runs_and_what_misses_the_target(folder):
+def test_tables_show_the_newest_runs_and_mark_missed_targets(folder):
     text = flash_decode_report.text(points.read_decode(folder), lambda figure: figure.caption)
-    # 2 x 65536 keys and values of 12 x 128 elements of 2 bytes are 403 MB: 0.1007 ms at 4000 GB/s.
+    # 2 x 65536 keys and values x 12 x 128 elements x 2 bytes = 403 MB: 0.1007 ms at 4000 GB/s.
     heading = "### flash_decode, 96 / 12 heads of 128, batch 1, in CUDA graphs, 2 x NVIDIA Testing"
     assert line(text, heading, "64K") == [
         "64K", "0.150", "0.110", "0.250", "0.120", "0.92", "1.36", "0.84 ▼", "10.0", "2.08", "sdpa-flash", "sdpa-flash",
     ]
     long = line(text, heading, "128K")
     assert long[5:9] == ["0.81 ▼", "0.60 ▼", "0.77 ▼", "12.1 ▼"] and long[9] == "0.95 ▼"
-    assert line(text, heading, "1K")[7] == "0.01", "of few keys nothing is asked"
-    alone = line(text, "batch 1, in CUDA graphs, 1 x NVIDIA Testing", "64K")
-    assert alone == ["64K", "0.150", "0.110", "0.92", "1.36", "sdpa-flash"]
-    assert line(text, "batch 8, in CUDA graphs", "500")[4] == "0.120", "not the try of another config"
-    assert "a copy reaches 4000 to 4000 GB/s" in text and "2026-01-02, revision 0123456; torch 2.99" in text
+    assert line(text, heading, "1K")[7] == "0.01", "no target for few keys"
+    local = line(text, "batch 1, in CUDA graphs, 1 x NVIDIA Testing", "64K")
+    assert local == ["64K", "0.150", "0.110", "0.92", "1.36", "sdpa-flash"]
+    assert line(text, "batch 8, in CUDA graphs", "500")[4] == "0.120", "not the row of the overridden config"
+    assert "copy rate 4000 to 4000 GB/s" in text and "2026-01-02, revision 0123456; torch 2.99" in text
     assert flash_decode_report.text([], None) == ""
 
 
-def test_the_report_has_the_section_and_its_plot(folder):
+def test_report_has_the_section_and_its_plot(folder):
     assert points.read(folder) == []
     assert report.main(folder, folder) == 0
     text = (folder / "README.md").read_text()
     assert "## Decoding" in text and "plots/flash-decode-testing-graph.png" in text
     (figure,) = flash_decode_plots.figures(flash_decode_report.newest_runs(points.read_decode(folder)))
     ((place, by_ranks),) = figure.points.items()
-    assert place == ((96, 12, 128), 1) and [*by_ranks] == [2], "what is too few for a curve has none"
+    assert place == ((96, 12, 128), 1) and [*by_ranks] == [2], "too few points for a curve"
     pytest.importorskip("matplotlib")
-    assert (folder / "plots" / figure.file).stat().st_size > 5000, "an empty picture"
+    assert (folder / "plots" / figure.file).stat().st_size > 5000, "the plot is empty"

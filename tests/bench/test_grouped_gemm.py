@@ -1,4 +1,4 @@
-"""The benchmark of group_gemm: shapes, what is measured and checked, rows, the command."""
+"""Benchmark of group_gemm: shapes, methods, checks, rows and command."""
 
 import json
 import math
@@ -29,29 +29,29 @@ def test_shapes_by_name_and_by_size():
     ]
 
 
-def measures(direction, routing):
+def measure_case(direction, routing):
     found = grouped_gemm.measure(grouped_gemm.Case(SHAPE, routing, direction), PLAN)
     splits = [grouped_gemm.Case(SHAPE, routing, direction).inputs(seed).splits.tolist() for seed in range(2)]
     return found, splits
 
 
 @pytest.mark.parametrize("direction, routing", [("forward", "skewed"), ("dx", "balanced"), ("dw", "skewed")])
-def test_everything_is_checked_and_timed(direction, routing):
-    found, splits = on_ranks(1, measures, direction, routing)[0]
+def test_all_methods_are_checked_and_timed(direction, routing):
+    found, splits = on_ranks(1, measure_case, direction, routing)[0]
     assert all(sum(counts) == SHAPE.rows for counts in splits) and splits[0] != splits[1]
     overridden = [CHANGED, UNKNOWN] if direction == "forward" else []
     assert [name for name, *_ in found] == [*grouped_gemm.PEERS, "tdkernels", *overridden]
     assert [name for name, _, times in found if times.get("absent")] == overridden[1:]
     rows = grouped_gemm.rows(grouped_gemm.Case(SHAPE, routing, direction), found, None)
     by_method = {row["method"]: row for row in rows}
-    ours, best = by_method["tdkernels"], min(by_method[peer]["ms"] for peer in grouped_gemm.PEERS)
-    assert math.isclose(ours["speedup"], best / ours["ms"])
-    assert math.isclose(ours["tflops"] * ours["ms"], 2 * 7 * 16 * 24 / 1e9)
-    assert (ours["activation"] == "swiglu") == (direction == "forward")
+    row, best = by_method["tdkernels"], min(by_method[peer]["ms"] for peer in grouped_gemm.PEERS)
+    assert math.isclose(row["speedup"], best / row["ms"])
+    assert math.isclose(row["tflops"] * row["ms"], 2 * 7 * 16 * 24 / 1e9)
+    assert (row["activation"] == "swiglu") == (direction == "forward")
     assert json.loads(json.dumps(rows)) == rows
 
 
-def measures_what_is_wrong():
+def measure_wrong_method():
     original, grouped_gemm.ours = grouped_gemm.ours, lambda *arguments: 1.1 * original(*arguments)
     try:
         grouped_gemm.measure(grouped_gemm.Case(SHAPE, "balanced", "dx"), PLAN)
@@ -61,17 +61,17 @@ def measures_what_is_wrong():
         grouped_gemm.ours = original
 
 
-def test_what_is_wrong_is_not_timed():
-    assert on_ranks(1, measures_what_is_wrong)[0].startswith("tdkernels: wrong: relative errors")
+def test_wrong_results_are_not_timed():
+    assert on_ranks(1, measure_wrong_method)[0].startswith("tdkernels: wrong: relative errors")
 
 
-class OneRank:
-    """In the place of a pool: measures nothing, and says how many ranks it was to have."""
+class FakePool:
+    """A RankPool that measures nothing and records the requested number of ranks."""
 
     usable, ranks = True, None
 
     def __init__(self, ranks, device, timeout_s):
-        OneRank.ranks = ranks
+        FakePool.ranks = ranks
 
     def __enter__(self):
         return self
@@ -87,31 +87,31 @@ class OneRank:
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_one_gpu_is_enough(gpus, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench_run, "RankPool", OneRank)
+def test_group_gemm_needs_one_gpu(gpus, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_run, "RankPool", FakePool)
     monkeypatch.setattr(bench_run.torch.cuda, "device_count", lambda: gpus)
     assert main(["bench", "group_gemm", "--backward", "--shapes", "tp-moe", "--out", str(tmp_path)]) == 0
-    assert OneRank.ranks == 1
+    assert FakePool.ranks == 1
     out = capsys.readouterr().out
     assert out.startswith("Rehearsal on 1 CPU rank,") == (gpus == 0)
     written = [json.loads(line) for path in tmp_path.glob("testingx1/group_gemm.jsonl") for line in path.open()]
     assert [row["pass"] for row in written] == ["forward"] * 2 * gpus + ["dx"] * 2 * gpus + ["dw"] * 2 * gpus
     assert {row["speedup"] for row in written if row["method"] == "tdkernels"} == ({2.0} if gpus else set())
-    assert points.read(tmp_path) == [], "they are no points"
+    assert points.read(tmp_path) == [], "these rows are not points of dense operators"
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["group_gemm", "ag_gemm"], "group_gemm is measured by itself, on one GPU"),
+        (["group_gemm", "ag_gemm"], "group_gemm runs on one GPU and cannot be combined"),
         (["group_gemm", "--shapes", "8x8x8"], "--shapes of group_gemm: '8x8x8' is neither RxNxKxE nor one of tp-moe"),
         (["group_gemm", "--routing", "even"], "--routing must be balanced or skewed"),
     ],
 )
-def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+def test_bench_rejects_invalid_arguments(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_operator_is_the_library_s():
+def test_operator_exists_in_the_library():
     assert set(grouped_gemm.OPERATORS) <= set(tdkernels.__all__)

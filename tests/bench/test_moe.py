@@ -1,4 +1,4 @@
-"""The benchmarks of layers of experts: shapes, what is measured and checked, rows, the command."""
+"""Benchmarks of MoE layers (tp_moe, ep_moe): shapes, methods, checks, rows, command and report."""
 
 import json
 import math
@@ -46,11 +46,11 @@ def ep_case(shape=EP, tokens=3, ranks=2, **fields):
 def test_shapes_by_name_and_by_size():
     tp, ep = moe_shapes.parse(None, ["tp_moe"])
     assert tp == moe_shapes.TP_SHAPES and ep == []
-    field = {
+    expected = {
         (8192, 8192, 8192, 32, 4), (8192, 8192, 8192, 8, 2), (2048, 1408, 2048, 60, 4), (2048, 14336, 4096, 8, 2),
         (2048, 16384, 6144, 8, 2), (2048, 1408, 2048, 64, 6),
     }
-    assert {(s.tokens, s.inner, s.hidden, s.experts, s.choices) for s in tp} == field
+    assert {(s.tokens, s.inner, s.hidden, s.experts, s.choices) for s in tp} == expected
     tp, ep = moe_shapes.parse("mixtral-8x7b,8x16x32x4x2", ["tp_moe"])
     assert [str(shape) for shape in tp] == ["2048x14336x4096x8x2", "8x16x32x4x2"]
     tp, ep = moe_shapes.parse("deepseek-v3,8x16x32x4x2,4096x2048x256x6", ["tp_moe", "ep_moe"])
@@ -58,14 +58,14 @@ def test_shapes_by_name_and_by_size():
     assert [case.tokens for case in ep_moe.cases(["ep_moe"], ep[:1], None, 2, "balanced", False)] == [4096, 1024, 128]
 
 
-def test_what_cannot_be_measured_says_why():
+def test_why_not_names_the_reason():
     assert tp_case().why_not() is None
     assert "8 tokens are not divisible by 3" in tp_case(ranks=3).why_not()
     assert "I / W = 24 / 2 and H = 16 must be multiples of 8" in tp_case(TpShape(4, 24, 16, 2, 1)).why_not()
     assert "k = 3 is more than E = 2" in tp_case(TpShape(4, 16, 16, 2, 3)).why_not()
 
 
-def test_what_a_part_computes_and_sends():
+def test_flops_and_wire_bytes_of_a_pass():
     case = tp_case(TpShape(8, 32, 16, 4, 2), 4)
     down = 2 * 16 * 8 * 16
     parts = (*tp_moe_methods.FORWARDS, tp_moe_methods.BOTH)
@@ -74,24 +74,24 @@ def test_what_a_part_computes_and_sends():
     assert [case.wire_bytes(part) / shards for part in parts] == [1, 1, 2, 4]
 
 
-def test_experts_that_have_no_room_are_left_out():
+def test_experts_are_reduced_to_fit_in_memory():
     deepseek = ep_case(moe_shapes.EP_SHAPES[1], 128, backward=True)
     assert deepseek.weight_bytes == 128 * 3 * 2048 * 7168 * 2
-    assert deepseek.in_room(140e9) == deepseek and deepseek.in_room(80e9).experts == 128
-    assert ep_case(moe_shapes.EP_SHAPES[1], 128).in_room(80e9).experts == 256, "without gradients there is room"
-    assert ep_case(EpShape(16384, 16384, 256, 8), 128).in_room(1e12).experts == 64, "60 GB at most"
-    assert ep_case(ranks=4).in_room(1).experts == 4, "a rank has one at least"
+    assert deepseek.fit_memory(140e9) == deepseek and deepseek.fit_memory(80e9).experts == 128
+    assert ep_case(moe_shapes.EP_SHAPES[1], 128).fit_memory(80e9).experts == 256, "all experts fit without gradients"
+    assert ep_case(EpShape(16384, 16384, 256, 8), 128).fit_memory(1e12).experts == 64, "weights are limited to 60 GB"
+    assert ep_case(ranks=4).fit_memory(1).experts == 4, "at least one expert per rank"
 
 
 # ---- measuring ----
 
 
-def measures_tp():
+def measure_tp():
     return tp_moe.measure(tp_case(backward=True), PLAN)
 
 
-def test_every_part_of_tp_moe_is_checked_and_timed():
-    found = on_ranks(2, measures_tp)[0]
+def test_every_pass_of_tp_moe_is_checked_and_timed():
+    found = on_ranks(2, measure_tp)[0]
     case = tp_case(backward=True)
     timed = {(part, name) for (part, name), _, times in found if times.get("ms")}
     assert timed == {(part, name) for part in case.parts for name in NAMES}
@@ -100,17 +100,17 @@ def test_every_part_of_tp_moe_is_checked_and_timed():
     assert json.loads(json.dumps(rows)) == rows and {row["pass"] for row in rows} == set(case.parts)
     for part in case.parts:
         by_method = {row["method"]: row for row in rows if row["pass"] == part}
-        ours, floor = by_method["tdkernels"], max(by_method["grouped"]["ms"], case.wire_bytes(part) / 400e6)
-        assert math.isclose(ours["speedup"], by_method["sequence"]["ms"] / ours["ms"])
-        assert math.isclose(ours["efficiency"], floor / ours["ms"]) and ours["config"]["method"] == "fused"
+        row, floor = by_method["tdkernels"], max(by_method["grouped"]["ms"], case.wire_bytes(part) / 400e6)
+        assert math.isclose(row["speedup"], by_method["sequence"]["ms"] / row["ms"])
+        assert math.isclose(row["efficiency"], floor / row["ms"]) and row["config"]["method"] == "fused"
 
 
-def measures_ep():
+def measure_ep():
     return ep_moe.measure(ep_case(backward=True), PLAN)
 
 
-def test_every_part_of_ep_moe_is_checked_and_timed():
-    found = on_ranks(2, measures_ep)[0]
+def test_every_pass_of_ep_moe_is_checked_and_timed():
+    found = on_ranks(2, measure_ep)[0]
     case = ep_case(backward=True)
     names = {*NAMES, "parts", "tdkernels-max-tokens", "tdkernels-overlapped"}
     timed = {(part, name) for (part, name), _, times in found if times.get("ms")}
@@ -120,42 +120,43 @@ def test_every_part_of_ep_moe_is_checked_and_timed():
     crossing = found[0][2]["crossing"]
     for part in case.parts:
         by_method = {row["method"]: row for row in rows if row["pass"] == part}
-        ours = by_method["tdkernels-max-tokens"]
-        assert ours["wire_bytes"] == crossing * 16 * 2 * (2 if part == "forward" else 4)
-        assert math.isclose(ours["speedup"], by_method["sequence"]["ms"] / ours["ms"])
-        assert ours["experts"] == ours["experts_of_model"] == 4 and ours["max_tokens"] >= ours["most_rows"] > 0
+        row = by_method["tdkernels-max-tokens"]
+        assert row["wire_bytes"] == crossing * 16 * 2 * (2 if part == "forward" else 4)
+        assert math.isclose(row["speedup"], by_method["sequence"]["ms"] / row["ms"])
+        assert row["experts"] == row["experts_of_model"] == 4 and row["max_tokens"] >= row["most_rows"] > 0
 
 
-def compares():
-    """Sequences against the specifications, and what is said of ours that is off."""
+def compare_baselines():
+    """Compare the torch baselines with the references; return the verdicts on them and on a wrong method."""
     case = tp_case(TpShape(16, 32, 32, 4, 2))
     sets = tp_moe._input_sets(case)
-    s, add_up = sets[0], permute_baseline.sum_by_terms
+    s, add_up = sets[0], permute_baseline.sum_elementwise
     with torch.no_grad():
         exact = in_fp32(s)
-        wanted = tdkernels.tp_moe_ref(exact.x, exact.ids, exact.weights, exact.w_gate_up, exact.w_down)
-        sums = (add_up, permute_baseline.sum_by_product)
+        expected = tdkernels.tp_moe_ref(exact.x, exact.ids, exact.weights, exact.w_gate_up, exact.w_down)
+        sums = (add_up, permute_baseline.sum_by_bmm)
         close = [
-            torch.allclose(tp_moe_methods.layer(exact, way, tp_moe_methods.one_by_one), wanted, atol=1e-5)
-            for way in sums
+            torch.allclose(tp_moe_methods.layer(exact, sum_rows, tp_moe_methods.loop_over_experts), expected, atol=1e-5)
+            for sum_rows in sums
         ]
         reference = tp_moe._references("forward", sets[:1], add_up)
         case = ep_case(tokens=9)
         s = in_fp32(case.inputs(0, case.weights()))
-        ep_moe_methods.add_known(s, 4)
-        wanted = tdkernels.ep_moe_ref(s.x, s.ids, s.weights, s.w_gate_up, s.w_down, num_experts=4)
-        close.append(torch.allclose(ep_moe_methods.layer(s, 4, add_up, tp_moe_methods.one_by_one), wanted, atol=1e-5))
-    right = tp_moe_methods.sequences(add_up)["forward"]
-    off = tp_moe_methods.Method(lambda s: 1.1 * right.call(s), right.plain)
-    reason = multi_method.why_absent("sequence", right, reference)
+        ep_moe_methods.add_known_sizes(s, 4)
+        expected = tdkernels.ep_moe_ref(s.x, s.ids, s.weights, s.w_gate_up, s.w_down, num_experts=4)
+        y = ep_moe_methods.layer(s, 4, add_up, tp_moe_methods.loop_over_experts)
+        close.append(torch.allclose(y, expected, atol=1e-5))
+    correct = tp_moe_methods.sequences(add_up)["forward"]
+    wrong = tp_moe_methods.Method(lambda s: 1.1 * correct.call(s), correct.plain)
+    reason = multi_method.absent_reason("sequence", correct, reference)
     try:
-        multi_method.why_absent("tdkernels", off, reference)
+        multi_method.absent_reason("tdkernels", wrong, reference)
     except RuntimeError as error:
         return close, reason, str(error)
 
 
-def test_sequences_are_the_layers_and_what_is_wrong_is_not_timed():
-    close, reason, message = on_ranks(2, compares)[0]
+def test_baselines_match_the_references_and_wrong_results_are_not_timed():
+    close, reason, message = on_ranks(2, compare_baselines)[0]
     assert close == [True] * 3 and reason is None
     assert message.startswith("tdkernels: wrong: relative errors")
 
@@ -166,13 +167,13 @@ def test_sequences_are_the_layers_and_what_is_wrong_is_not_timed():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["tp_moe", "ag_gemm"], "not measured beside others"),
+        (["tp_moe", "ag_gemm"], "cannot be combined with other operators"),
         (["tp_moe", "--shapes", "8x8x8"], "--shapes of tp_moe: '8x8x8' is neither TxIxHxExk nor one of 8k-e32"),
-        (["tp_moe", "--tokens", "8"], "--tokens is not for tp_moe, whose shapes begin with theirs"),
+        (["tp_moe", "--tokens", "8"], "--tokens does not apply to tp_moe"),
         (["tp_moe", "--routing", "even"], "--routing must be balanced or skewed"),
     ],
 )
-def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+def test_bench_rejects_invalid_arguments(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -184,7 +185,7 @@ MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.
 
 
 def run_of(module, case, date="2026-01-02", graph=False, summary=None, **ms):
-    """The rows of one run: times by part, of which grouped, collective, sequence, then ours by name."""
+    """Return the rows of one run; ``ms`` gives times by pass and method."""
     found = [
         ((part, name), graph, {**(summary or {}), **({"ms": time} if time else {"absent": "why"})})
         for part, times in ms.items() for name, time in times.items()
@@ -208,8 +209,8 @@ def folder(tmp_path):
     rows += run_of(tp_moe, mixtral, graph=True, forward=times, **{"forward+backward": dict.fromkeys(times)})
     summary = {"experts": 128, "most_rows": 9, "max_tokens": 16, "crossing": 1000}
     deepseek = ep_case(moe_shapes.EP_SHAPES[1], 128)
-    ours = {"parts": 1.5, "tdkernels": 1.4, "tdkernels-max-tokens": 1.6}
-    rows += run_of(ep_moe, deepseek, summary=summary, **{"forward+backward": {**times, **ours}})
+    ep_times = {**times, "parts": 1.5, "tdkernels": 1.4, "tdkernels-max-tokens": 1.6}
+    rows += run_of(ep_moe, deepseek, summary=summary, **{"forward+backward": ep_times})
     case = grouped_gemm.Case(grouped_gemm.SHAPES[1], "skewed", "dx")
     times = {"cublas-loop": 2.0, "torch-grouped": 0.9, "tdkernels": 1.0}
     found = [(name, False, {"ms": time}) for name, time in times.items()]
@@ -224,25 +225,25 @@ def folder(tmp_path):
 
 def test_tables_show_the_newest_runs(folder):
     text = moe_report.text(points.read_layers(folder))
-    # 2048 x 4096 elements of 2 bytes, half of which cross to a GPU: 8.4 MB there, as much back, at 400 GB/s.
+    # Each GPU receives half of 2048 x 4096 x 2 bytes: 8.4 MB, and sends as much back, at 400 GB/s.
     forward = line(text, "### tp_moe, forward, 2 x NVIDIA Testing", "2048x14336x4096x8x2")
     assert forward == [
         "2048x14336x4096x8x2", "mixtral-8x7b", "1.000", "0.250", "2.000", "1.250", "0.042", "1.60", "0.80",
     ]
     assert line(text, "### tp_moe, forward, in CUDA graphs", "2048x14336x4096x8x2") == forward
-    assert "### tp_moe, forward+backward" not in text, "nothing could be measured"
-    half = line(text, "### tp_moe, first half (moe_ag_gemm)", "2048x14336x4096x8x2")
+    assert "### tp_moe, forward+backward" not in text, "a pass without measurements has no table"
+    half = line(text, "### tp_moe, gate-up stage (moe_ag_gemm)", "2048x14336x4096x8x2")
     assert half[-4:] == ["2.500", "0.021", "0.80 ▼", "0.40"]
     missing = line(text, "### tp_moe, forward", "1024x16x8192x2x1")
     assert missing[2:6] == ["0.0100", "0.250", "2.000", "–"] and missing[-2:] == ["–", "–"]
     both = line(text, "### ep_moe, forward+backward", 128)
     assert both == ["128", "1.000", "0.250", "2.000", "1.500", "1.400", "1.600", "0.143", "1.25", "0.94 ▼", "0.62"]
-    assert "128 experts (of 256, for want of memory), 8 a token" in text and "c1" not in text
+    assert "128 experts (of 256, limited by memory), top-8" in text and "c1" not in text
     assert "2026-01-02, revision 0123456; torch 2.99, triton 3.99, NCCL 2.0; NVLink multicast off; best link" in text
     assert moe_report.text([]) == ""
 
 
-def test_products_by_expert_have_a_table(folder):
+def test_grouped_gemm_has_a_table(folder):
     text = grouped_gemm_report.text(points.read_layers(folder))
     found = line(text, "### group_gemm, dx, 1 x NVIDIA Testing", "4096x3584x4096x8")
     times = ["2.000", "0.900", "1.000", "120", "0.90 ▼"]
@@ -250,8 +251,8 @@ def test_products_by_expert_have_a_table(folder):
     assert "NCCL" not in text and grouped_gemm_report.text([]) == ""
 
 
-def test_the_report_has_both_sections(folder):
+def test_report_has_both_sections(folder):
     assert points.read(folder) == [] and points.read_ep(folder) == []
     assert report.main(folder, folder) == 0
     text = (folder / "README.md").read_text()
-    assert "## Layers of experts" in text and "## Products by expert" in text
+    assert "## MoE layers" in text and "## Grouped GEMM" in text

@@ -1,4 +1,4 @@
-"""The report of the benchmarks, from made-up rows, and that the repository's own is not stale."""
+"""Benchmark report: tables and plots from synthetic rows, and a check that bench/README.md is up to date."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ from tdkernels.launch import RankPool
 
 ROOT = Path(__file__).parents[2]
 
-# ---- made-up rows ----
+# ---- synthetic rows ----
 
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 4, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
            "multicast": "off", "git": "0123456789abcdef"}
@@ -34,7 +34,7 @@ CONFIG = {"method": "fused", "tiles": TILES, "transport": "push", "num_comm_sms"
 
 
 def run_of(shape, date="2026-01-01T00:00:00+00:00", op="ag_gemm", direction="forward", graph=False, floor=1.0, **ms):
-    """The rows of one run: times by method, - for _ in the names."""
+    """Return the rows of one run; ``ms`` gives times by method, with "_" for "-" in the names."""
     m, n, k = map(int, shape.split("x"))
     common = {"op": op, "pass": direction, "shape": shape, "name": "", "m": m, "n": n, "k": k, "dtype": "bfloat16",
               "graph": graph, "absent": None, "floor_ms": floor, "link_gbps": 400.0, "date": date, **MACHINE}
@@ -46,7 +46,7 @@ def run_of(shape, date="2026-01-01T00:00:00+00:00", op="ag_gemm", direction="for
     ]
 
 
-def tuned(shape, date="2026-01-01", op="ag_gemm", ms=1.0, sequence_ms=2.0, config=CONFIG, **fields):
+def tuner_row(shape, date="2026-01-01", op="ag_gemm", ms=1.0, sequence_ms=2.0, config=CONFIG, **fields):
     m, n, k = map(int, shape.split("x"))
     return {"op": op, "what": "tune", "shape": shape, "m": m, "n": n, "k": k, "dtype": "bfloat16", "layout": "nk",
             "ms": ms, "sequence_ms": sequence_ms, "default_ms": 3.0, "gemm_ms": 0.5, "wire_ms": 0.25, "config": config,
@@ -55,7 +55,7 @@ def tuned(shape, date="2026-01-01", op="ag_gemm", ms=1.0, sequence_ms=2.0, confi
 
 @pytest.fixture
 def results(tmp_path):
-    """A function that writes rows to a folder of results, which it returns; a file a call."""
+    """Return a function that writes rows to a file in a folder of results and returns the folder."""
     folder = tmp_path / "results"
 
     def write(rows, file="rows", machine="testingx4"):
@@ -72,7 +72,7 @@ def text_of(folder):
 
 
 def cells(text, start, after=""):
-    """The cells of the first table line that starts so, under a heading."""
+    """Return the cells of the first table line that starts with ``start``, after the text ``after``."""
     part = text[text.index(after) :]
     (line, *_) = [line for line in part.splitlines() if line.startswith(f"| {start} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
@@ -81,23 +81,23 @@ def cells(text, start, after=""):
 # ---- the report ----
 
 
-def test_a_line_of_the_report_has_what_was_measured(results):
+def test_table_line_has_the_measured_values(results):
     text = text_of(results(run_of("8192x4096x12288", sequence=3.0, torch_fused=2.4, tdkernels=2.0, floor=1.5)))
     assert cells(text, "8192x4096x12288", "### ag_gemm, forward") == [
         "8192x4096x12288", "1.000", "0.500", "3.000", "2.400 (torch-fused)", "2.000", "3.000", "1.50", "1.20", "0.75",
-        "64x32x16, 7 stages, push by 5, chunks of 3",
+        "64x32x16, 7 stages, 5 comm SMs, chunks of 3 tiles",
     ]
     assert "2026-01-01, revision 0123456; torch 2.99, triton 3.99, NCCL 2.0, driver 1.2; NVLink multicast off" in text
     assert "best link rate 400 GB/s" in text and "multicast was **off** in all rows" in text
 
 
-def test_layers_of_models_are_named(results):
+def test_layers_of_models_have_names(results):
     text = text_of(results(run_of("8192x57344x8192", sequence=3.0, tdkernels=2.0)))
     assert cells(text, "8192x57344x8192")[1] == "llama-70b gate-up"
 
 
 @pytest.mark.parametrize("newest_first", (False, True))
-def test_the_newest_run_counts_and_runs_do_not_mix(results, newest_first):
+def test_newest_run_is_shown_and_runs_do_not_mix(results, newest_first):
     old = run_of("8x8x8", "2026-01-01T23:00:00+00:00", sequence=9.0, tdkernels=1.0, torch_fused=0.5)
     new = run_of("8x8x8", "2026-01-02T01:00:00+00:00", sequence=3.0, tdkernels=2.0)
     text = text_of(results(new + old if newest_first else old + new))
@@ -114,7 +114,7 @@ def test_means_worst_shape_and_losses(results):
     )
     text = text_of(results(rows))
     assert cells(text, "8192x16x8")[7:10] == ["0.50 ▼", "0.11 ▼", "1.00"]
-    assert cells(text, "8192x24x8")[7:9] == ["1.00", "0.99 ▼"], "a loss is what is printed as one"
+    assert cells(text, "8192x24x8")[7:9] == ["1.00", "0.99 ▼"], "losses are marked after rounding"
     over = (4.0 * 0.5 * 0.997) ** (1 / 3)
     fused = (3.0 * (1 / 9) * 0.994) ** (1 / 3)
     assert f"means of 3 shapes: **{over:.2f} x** the sequence (worst 0.50 x, 8192x16x8; slower in 1 of 3)" in text
@@ -124,44 +124,44 @@ def test_means_worst_shape_and_losses(results):
     assert line[3:] == ["a benchmark", "3", "1.26", "0.50 ▼", "0.69 ▼", "0.11 ▼", "0.63"]
 
 
-def test_few_rows_have_a_mean_of_their_own(results):
-    few, many = run_of("64x8x8", sequence=1.0, tdkernels=2.0), run_of("1024x8x8", sequence=3.0, tdkernels=1.0)
-    text = text_of(results(few + many))
+def test_small_m_has_its_own_mean(results):
+    small, large = run_of("64x8x8", sequence=1.0, tdkernels=2.0), run_of("1024x8x8", sequence=3.0, tdkernels=1.0)
+    text = text_of(results(small + large))
     assert "M < 1024: geometric means of 1 shape: **0.50 x**" in text
     assert "M at least 1024: geometric means of 1 shape: **3.00 x**" in text
     assert cells(text, "4 x NVIDIA Testing", "## In short")[5] == "3.00"
 
 
-def test_rows_of_the_tuner_stand_apart(results):
+def test_rows_of_the_tuner_have_their_own_table(results):
     rows = run_of("8192x8x8", sequence=3.0, torch_fused=1.0, tdkernels=2.0)
-    rows += [tuned("8192x8x8", "2026-01-02", ms=1.0), tuned("8192x8x8", ms=0.125)]
+    rows += [tuner_row("8192x8x8", "2026-01-02", ms=1.0), tuner_row("8192x8x8", ms=0.125)]
     text = text_of(results(rows))
     benchmark, tuner = text.split("### From the tuner's last round")
     assert cells(benchmark, "8192x8x8", "### ag_gemm")[5] == "2.000"
     assert cells(tuner, "8192x8x8")[:5] == ["8192x8x8", "0.500", "2.000", "1.000", "3.000"]
     assert "torch-fused" not in tuner and "Not a benchmark" in tuner
-    assert [line[3] for line in lines_in_short(text)] == ["a benchmark", "the tuner"]
+    assert [line[3] for line in summary_lines(text)] == ["a benchmark", "the tuner"]
 
 
-def lines_in_short(text):
+def summary_lines(text):
     part = text.split("## In short")[1].split("\n## ")[0]
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| 4 x")
     ]
 
 
-def test_a_sweep_of_the_tuner_is_a_table_of_rows_and_layers(results):
-    sweep = [tuned(f"{m}x6144x4096", ms=m / 10, sequence_ms=m / 5) for m in (16, 32, 64, 8192)]
-    sweep.append(tuned("32x6144x4096", "2026-01-03", ms=0.05, sequence_ms=0.05, config={"method": "torch"}))
+def test_tuner_sweep_is_a_table_of_m_by_layer(results):
+    sweep = [tuner_row(f"{m}x6144x4096", ms=m / 10, sequence_ms=m / 5) for m in (16, 32, 64, 8192)]
+    sweep.append(tuner_row("32x6144x4096", "2026-01-03", ms=0.05, sequence_ms=0.05, config={"method": "torch"}))
     text = text_of(results(sweep))
     assert "| M | llama-8b qkv 6144 x 4096 |" in text
     assert cells(text, "16") == ["16", "1.600 (2.00)"]
     assert cells(text, "32") == ["32", "0.0500 (1.00)"]
-    assert "| 32x6144x4096 |" not in text, "of a layer that was swept only M = 8192 is a line of the other table"
-    assert cells(text, "8192x6144x4096")[-1] == "64x32x16, 7 stages, push by 5, chunks of 3"
+    assert "| 32x6144x4096 |" not in text, "the other table lists only M = 8192 of a swept layer"
+    assert cells(text, "8192x6144x4096")[-1] == "64x32x16, 7 stages, 5 comm SMs, chunks of 3 tiles"
 
 
-def test_graphs_passes_and_machines_have_tables_of_their_own(results):
+def test_graphs_passes_and_machines_have_their_own_tables(results):
     eager = run_of("8x8x8", sequence=3.0, tdkernels=2.0)
     in_graph = run_of("8x8x8", graph=True, sequence=0.5, tdkernels=0.25)
     back = run_of("8x8x8", direction="backward", sequence=8.0, tdkernels=4.0)
@@ -175,7 +175,7 @@ def test_graphs_passes_and_machines_have_tables_of_their_own(results):
     assert cells(text, "8x8x8", "## 16 x")[3] == "30.000"
 
 
-def test_what_is_tried_and_what_is_absent_is_no_peer(results):
+def test_overridden_configs_and_absent_methods_are_not_peers(results):
     rows = run_of("8x8x8", sequence=3.0, tdkernels=2.0)
     rows.append({**rows[0], "method": 'c1 {"num_comm_sms": 32}', "ms": 0.1})
     rows.append({**rows[0], "method": "torch-fused", "ms": None, "absent": "why"})
@@ -186,14 +186,14 @@ def test_what_is_tried_and_what_is_absent_is_no_peer(results):
     assert "1.500 (another)" in cells(text, "8x8x8") and "1.25" in cells(text, "8x8x8")
 
 
-def test_runs_from_before_there_was_a_tuner_are_called_so(results):
+def test_runs_without_tuner_are_labelled_default(results):
     rows = [row for row in run_of("8192x8x8", sequence=3.0, tdkernels=2.0) if row["method"] != "tdkernels-default"]
     text = text_of(results(rows))
-    assert cells(text, "8192x8x8")[-1] == "default: 64x32x16, 7 stages, push by 5, chunks of 3"
+    assert cells(text, "8192x8x8")[-1] == "default: 64x32x16, 7 stages, 5 comm SMs, chunks of 3 tiles"
     assert "a benchmark of the default" in text
 
 
-def test_multicast_that_was_on_is_said(results):
+def test_enabled_multicast_is_reported(results):
     rows = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
     text = text_of(results([{**row, "multicast": "on"} for row in rows]))
     assert "multicast was **on** in all rows" in text and "NVLink multicast on" in text
@@ -201,21 +201,21 @@ def test_multicast_that_was_on_is_said(results):
 
 
 @pytest.mark.parametrize(
-    "config, words",
+    "config, expected",
     [
         (None, ""),
-        ({"method": "torch", "tiles": None}, "the sequence"),
-        ({"method": "cudnn"}, "cudnn by parts"),
-        ({**CONFIG, "transport": "copy_engine"}, "64x32x16, 7 stages, copy engine, chunks of 3"),
-        ({"method": "fused", "tiles": TILES, "item_tiles": 8}, "64x32x16, 7 stages, items of 8"),
+        ({"method": "torch", "tiles": None}, "torch"),
+        ({"method": "cudnn"}, "pipelined cudnn"),
+        ({**CONFIG, "transport": "copy_engine"}, "64x32x16, 7 stages, copy engine, chunks of 3 tiles"),
+        ({"method": "fused", "tiles": TILES, "item_tiles": 8}, "64x32x16, 7 stages, groups of 8 tiles"),
         ({"method": "fused", "tiles": None, "new_field": 2}, "new field 2"),
     ],
 )
-def test_configs_in_short(config, words):
-    assert config_in_short(config) == words
+def test_config_in_short(config, expected):
+    assert config_in_short(config) == expected
 
 
-def test_the_report_names_the_line_that_is_no_row(results, capsys):
+def test_invalid_row_is_reported_with_its_line(results, capsys):
     folder = results(run_of("8x8x8", sequence=3.0, tdkernels=2.0))
     with (folder / "testingx4" / "rows.jsonl").open("a") as file:
         file.write('{"op": "ag_gemm"}\n')
@@ -224,14 +224,14 @@ def test_the_report_names_the_line_that_is_no_row(results, capsys):
     assert not (folder / "README.md").exists()
 
 
-def test_the_report_does_not_overwrite_what_somebody_wrote(results, capsys):
+def test_report_does_not_overwrite_foreign_files(results, capsys):
     folder = results(run_of("8x8x8", sequence=3.0, tdkernels=2.0))
     (folder / "README.md").write_text("Mine.\n")
     assert report.main(folder, folder) == 2
     assert (folder / "README.md").read_text() == "Mine.\n" and "not one of ours" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_tables_are_written_and_the_same(results, monkeypatch, capsys):
+def test_tables_are_written_without_matplotlib(results, monkeypatch, capsys):
     folder = results(run_of("8192x8x8", sequence=3.0, tdkernels=2.0))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--report", "--out", str(folder)]) == 0
@@ -240,13 +240,13 @@ def test_without_matplotlib_the_tables_are_written_and_the_same(results, monkeyp
 
 
 def collective(nbytes, ms, date="2026-01-01T00:00:00+00:00", op="all_reduce", graph=False):
-    """The rows of one run of a collective alone: times by method."""
+    """Return the rows of one run of a collective; ``ms`` gives times by method."""
     case = collectives.Case(op, nbytes, MACHINE["num_gpus"])
     found = [(method, graph, {"ms": time} if time else {"absent": "why"}) for method, time in ms.items()]
     return [{**row, **MACHINE, "date": date} for row in collectives.rows(case, found, link_gbps=400.0)]
 
 
-def test_collectives_alone_have_a_section_of_their_own(results):
+def test_collectives_have_their_own_section(results):
     old = collective(1 << 20, {"nccl": 1.0, "tdkernels": 0.001}, "2025-12-31T00:00:00+00:00")
     times = {"nccl": 0.02, "torch-symm-one-shot": None, "tdkernels": 0.025, "tdkernels-two-shot": 0.03}
     new = collective(1 << 20, times)
@@ -255,20 +255,20 @@ def test_collectives_alone_have_a_section_of_their_own(results):
     dense = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
     folder = results(new + dense + old + in_graph)
     text = report.text(points.read(folder), points.read_collectives(folder))
-    assert text.startswith(text_of(folder)), "the rest is as it was"
-    part = "### all_reduce alone, 4 x"
-    # 1.5 MiB at 400 GB/s are 3.9 us.
+    assert text.startswith(text_of(folder)), "the other sections are unchanged"
+    part = "### all_reduce, 4 x"
+    # 1.5 MiB at 400 GB/s take 3.9 us.
     assert cells(text, "1M", part) == ["1M", "20.0", "–", "25.0", "30.0", "0.80 ▼", "0.16"]
     assert cells(text, "1K", part)[:4] == ["1K", "12.0", "–", "6.0"] and "2.00" in cells(text, "1K", part)
-    assert "c1" not in text and cells(text, "1K", "### all_reduce alone, in a CUDA graph")[1:3] == ["10.0", "5.0"]
+    assert "c1" not in text and cells(text, "1K", "### all_reduce, in a CUDA graph")[1:3] == ["10.0", "5.0"]
     assert report.main(folder, folder) == 0 and (folder / "README.md").read_text() == text
     for name in ("collectives-testingx4.png", "collectives-testingx4-graph.png"):
         assert f"(plots/{name})" in text
         if importlib.util.find_spec("matplotlib"):
-            assert (folder / "plots" / name).stat().st_size > 5000, "an empty picture"
+            assert (folder / "plots" / name).stat().st_size > 5000, "the plot is empty"
 
 
-def test_the_same_rows_give_the_same_plots(results, tmp_path):
+def test_plots_are_deterministic(results, tmp_path):
     pytest.importorskip("matplotlib")
     rows = []
     for op, shape in (("ag_gemm", "{}x6144x4096"), ("gemm_ar", "{}x8192x8192")):
@@ -276,8 +276,8 @@ def test_the_same_rows_give_the_same_plots(results, tmp_path):
             times = {"sequence": m / 100 + 0.1, "tdkernels": m / 120 + 0.05, "floor": m / 150}
             rows += run_of(shape.format(m), op=op, torch_fused=m / 110, **times)
             rows += run_of(shape.format(m), op=op, graph=True, **times)
-        rows.append(tuned(shape.format(8192), op=op))
-    rows += run_of("8192x8x8", sequence=None, tdkernels=1.0)  # nothing to compare with
+        rows.append(tuner_row(shape.format(8192), op=op))
+    rows += run_of("8192x8x8", sequence=None, tdkernels=1.0)  # no baseline to compare with
     folder = results(rows)
     (tmp_path / "elsewhere").mkdir()
     assert report.main(folder, folder) == 0 and report.main(folder, tmp_path / "elsewhere") == 0
@@ -287,12 +287,12 @@ def test_the_same_rows_give_the_same_plots(results, tmp_path):
         "sweep-testingx4-graph.png", "sweep-testingx4.png",
     ]
     for name in names:
-        once, again = (place / "plots" / name for place in (folder, tmp_path / "elsewhere"))
-        assert once.read_bytes() == again.read_bytes(), name
+        first, second = (place / "plots" / name for place in (folder, tmp_path / "elsewhere"))
+        assert first.read_bytes() == second.read_bytes(), name
         assert f"(plots/{name})" in (folder / "README.md").read_text()
 
 
-def test_the_repositorys_report_is_that_of_its_rows():
+def test_report_in_the_repository_is_up_to_date():
     found = points.read(bench_run.RESULTS)
     alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
     layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
@@ -309,8 +309,8 @@ def test_the_repositorys_report_is_that_of_its_rows():
     assert max(drawn.values()) < 120 << 10
 
 
-def test_what_calls_take_the_host():
-    """The newest rows of each place; what was not measured is said to be so."""
+def test_host_time_table():
+    """Only the newest rows of each machine are shown; unmeasured values are "–"."""
     place = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789"}
     old = {"op": "ag_gemm", "method": "sequence", "host_us": 1.0, "call_us": 2.0, "date": "2026-01-01", **place}
     new = [{**old, "method": method, "host_us": us, "call_us": 2 * us, "date": "2026-01-02"}
@@ -321,17 +321,17 @@ def test_what_calls_take_the_host():
     assert host_report.text([]) == ""
 
 
-def test_what_the_tuner_found():
+def test_table_of_tuned_configs():
     row = {"what": "chosen", "op": "ep_combine", "shape": "8x4", "layout": "static", "ms": 2.0, "sequence_ms": None,
            "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
            "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}
     lines = tuned_report.text([row, {**row, "shipped": False, "config": {"method": "torch"}}]).splitlines()
     assert lines[-2] == "| ep_combine | 8x4 | static | 2.000 | – | 1.50 | 1.000 | – | yes | num warps 4 |"
-    assert lines[-1].endswith("| host | the sequence |")
+    assert lines[-1].endswith("| host | torch |")
     assert tuned_report.text([]) == ""
 
 
-def test_calls_are_measured_on_the_host():
+def test_host_times_of_calls_are_measured():
     with RankPool(2, "cpu") as pool:
         table = pool.run(host.measure)[0]
     found = {(operator, method) for operator, method, *_ in table}

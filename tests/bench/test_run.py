@@ -1,4 +1,4 @@
-"""The benchmarks: which shapes, what counts as ours or a peer, and the command."""
+"""Benchmark runner: shapes, measurement of methods and peers, CUDA graphs, and the command."""
 
 import math
 import os
@@ -30,16 +30,16 @@ ROOT = Path(__file__).parents[2]
 # ---- shapes ----
 
 
-def test_groups_have_the_shapes_that_the_field_uses():
+def test_groups_contain_commonly_used_shapes():
     assert {(s.m, s.n, s.k) for s in GROUPS["ar"]["gemm_ar"]} == {
         (32, 5120, 25600), (2048, 5120, 25600), (28000, 7168, 4096), (8192, 8192, 28672)
     }
     decode = select(["decode"], "gemm_ar")
     assert {s.m for s in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
     assert {(s.n, s.k) for s in decode} == {(8192, 8192), (8192, 28672)}
-    field = {(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192), (49152, 12288)}
-    assert {(s.n, s.k) for s in GROUPS["mlp"]["ag_gemm"]} == field
-    assert {(s.k, s.n) for s in GROUPS["mlp"]["gemm_rs"]} == field
+    expected = {(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192), (49152, 12288)}
+    assert {(s.n, s.k) for s in GROUPS["mlp"]["ag_gemm"]} == expected
+    assert {(s.k, s.n) for s in GROUPS["mlp"]["gemm_rs"]} == expected
     for name in ("sweep-8b", "sweep-70b"):
         for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
             layers = select([name], operator)
@@ -47,14 +47,14 @@ def test_groups_have_the_shapes_that_the_field_uses():
     assert {s.m for name in DEFAULT_GROUPS for s in select([name], "ag_gemm")} == {8192}
 
 
-def test_tokens_replace_the_rows_of_models_only():
-    chosen = select(["seed", "llama-70b", "8x8x8"], "ag_gemm", [16, 32])
-    assert sorted({s.m for s in chosen if s.name}) == [16, 32]
-    assert [(s.m, s.n, s.k) for s in chosen if not s.name][-1] == (8, 8, 8)
-    assert len([s for s in chosen if s.m == 8192]) == 6 and len(chosen) == 6 + 2 * 2 + 1
+def test_tokens_apply_to_model_shapes_only():
+    selected = select(["seed", "llama-70b", "8x8x8"], "ag_gemm", [16, 32])
+    assert sorted({s.m for s in selected if s.name}) == [16, 32]
+    assert [(s.m, s.n, s.k) for s in selected if not s.name][-1] == (8, 8, 8)
+    assert len([s for s in selected if s.m == 8192]) == 6 and len(selected) == 6 + 2 * 2 + 1
 
 
-def test_no_shape_is_measured_twice():
+def test_shapes_are_unique():
     assert select(["headline", "seed", "8192x8192x28672"], "ag_gemm").count(Shape(8192, 8192, 28672)) == 1
     assert select(["8192x8192x8192", "llama-70b"], "gemm_rs")[0].name == "llama-70b o"
 
@@ -72,29 +72,30 @@ def test_no_shape_is_measured_twice():
         (Case("gemm_ar", Shape(8, 8, 8), 4, backward=True), "without communication"),
     ],
 )
-def test_what_ranks_do_not_divide_is_left_out_with_a_reason(case, reason):
+def test_why_not_names_the_indivisible_size(case, reason):
     assert case.why_not() is None if reason is None else reason in case.why_not()
 
 
-def test_what_cannot_be_divided_is_skipped_and_said(capsys):
+def test_indivisible_shapes_are_skipped_with_a_message(capsys):
     shapes = {"ag_gemm": [Shape(7, 8, 8), Shape(8, 8, 8)], "gemm_ar": [Shape(7, 8, 8)]}
     found = [str(case) for case in bench_run._cases(shapes, 2, backward=True)]
     assert found == ["ag_gemm 8x8x8", "ag_gemm backward 8x8x8", "gemm_ar 7x8x8"]
-    said = capsys.readouterr().out
-    assert "ag_gemm 7x8x8 is skipped: M = 7" in said and "gemm_ar backward 7x8x8 is skipped: the backward is" in said
+    output = capsys.readouterr().out
+    assert "ag_gemm 7x8x8 is skipped: M = 7" in output
+    assert "gemm_ar backward 7x8x8 is skipped: the backward is" in output
 
 
-def test_bytes_and_flops_of_a_gpu():
+def test_bytes_and_flops_per_gpu():
     shape = Shape(8192, 8192, 28672)
-    product = 2 * 8192 * 8192 * 28672 // 4
+    flops = 2 * 8192 * 8192 * 28672 // 4
     received = {"ag_gemm": 8192 * 28672 * 2 * 3 // 4, "gemm_rs": 8192 * 8192 * 2 * 3 // 4}
-    for operator, nbytes in received.items():
+    for operator, num_bytes in received.items():
         forward, backward = Case(operator, shape, 4), Case(operator, shape, 4, backward=True)
-        assert (forward.flops, backward.flops) == (product, 2 * product)
-        # AG-GEMM gathers x again for dweight and scatters dx; GEMM-RS gathers dz once, for both.
-        assert (forward.wire_bytes, backward.wire_bytes) == (nbytes, nbytes * (2 if operator == "ag_gemm" else 1))
+        assert (forward.flops, backward.flops) == (flops, 2 * flops)
+        # The backward of AG-GEMM gathers x again and scatters dx. GEMM-RS gathers dz once for both gradients.
+        assert (forward.wire_bytes, backward.wire_bytes) == (num_bytes, num_bytes * (2 if operator == "ag_gemm" else 1))
     reduced = Case("gemm_ar", shape, 4)
-    assert (reduced.flops, reduced.wire_bytes) == (product, 2 * received["gemm_rs"])
+    assert (reduced.flops, reduced.wire_bytes) == (flops, 2 * received["gemm_rs"])
 
 
 # ---- measuring ----
@@ -107,39 +108,39 @@ def by_method(found):
     return {(method, graph): times for method, graph, times in found}
 
 
-def measures_an_all_reduce():
+def measure_gemm_ar():
     return measure.measure(Case("gemm_ar", TINY, dist.get_world_size()), PLAN)
 
 
-def test_an_all_reduce_is_one_entry():
-    found = by_method(on_ranks(2, measures_an_all_reduce)[0])
+def test_gemm_ar_is_measured():
+    found = by_method(on_ranks(2, measure_gemm_ar)[0])
     assert {"gemm", "collective", "sequence", "tdkernels"} <= {m for (m, _), times in found.items() if times.get("ms")}
 
 
-def measures_something_wrong(method):
+def measure_wrong_method(method):
     case = Case("gemm_rs", TINY, dist.get_world_size())
     peer = peers.Peer(("gemm_rs",), lambda case: lambda s: tdkernels.gemm_rs_ref(s.x, s.weight) * 1.1)
-    right = tdkernels.gemm_rs
+    original = tdkernels.gemm_rs
     peers.PEERS["wrong"] = peer
     if method == "tdkernels":
-        tdkernels.gemm_rs = lambda x, weight, config=None: right(x, weight, config=config) * 1.1
+        tdkernels.gemm_rs = lambda x, weight, config=None: original(x, weight, config=config) * 1.1
     try:
         return measure.measure(case, measure.Plan(rounds=1, burst_ms=0, peers=("wrong",)))
     except RuntimeError as error:
         return str(error)
     finally:
         del peers.PEERS["wrong"]
-        tdkernels.gemm_rs = right
+        tdkernels.gemm_rs = original
 
 
-def test_a_peer_that_is_wrong_is_absent_and_ours_stops_the_case():
-    found = by_method(on_ranks(2, measures_something_wrong, "peer")[0])
+def test_wrong_peer_is_absent_and_wrong_tdkernels_stops_the_case():
+    found = by_method(on_ranks(2, measure_wrong_method, "peer")[0])
     assert "wrong: relative errors" in found["wrong", False]["absent"]
-    assert "tdkernels: wrong: relative errors" in on_ranks(2, measures_something_wrong, "tdkernels")[0]
+    assert "tdkernels: wrong: relative errors" in on_ranks(2, measure_wrong_method, "tdkernels")[0]
 
 
-def asks_for_peers():
-    """A peer that fails on one rank is absent on all."""
+def find_absent_peers():
+    """Return the peers if one fails on rank 1 only; it must be absent on all ranks."""
 
     def fails_on_one(case):
         if dist.get_rank() == 1:
@@ -153,13 +154,13 @@ def asks_for_peers():
         del peers.PEERS["shy"]
 
 
-def test_ranks_agree_on_who_is_absent():
-    first, second = on_ranks(2, asks_for_peers)
+def test_ranks_agree_on_absent_peers():
+    first, second = on_ranks(2, find_absent_peers)
     assert first == (({}, {"shy": "failed on another rank"}), ({}, {}))
     assert second == (({}, {"shy": "not here"}), ({}, {}))
 
 
-def measures_in_graphs(operator, backward):
+def measure_in_graphs(operator, backward):
     case = Case(operator, Shape(256, 256, 256), dist.get_world_size(), backward)
     return measure.measure(case, measure.Plan(rounds=2, burst_ms=1, peers=tuple(peers.PEERS), cuda_graph=True))
 
@@ -167,15 +168,15 @@ def measures_in_graphs(operator, backward):
 @pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="CUDA graphs need GPUs")
 @pytest.mark.parametrize("backward", (False, True))
 @pytest.mark.parametrize("operator", ("ag_gemm", "gemm_rs"))
-def test_methods_in_graphs(operator, backward):
-    found = by_method(on_ranks(2, measures_in_graphs, operator, backward)[0])
+def test_methods_are_timed_in_graphs(operator, backward):
+    found = by_method(on_ranks(2, measure_in_graphs, operator, backward)[0])
     for method in ("gemm", "collective", "sequence", "tdkernels"):
         assert found[method, True]["ms"] > 0, found[method, True]
         assert found[method, True]["burst"] % graphs._CALLS == 0
 
 
 class FakeGraph:
-    """Instead of torch.cuda.CUDAGraph and torch.cuda.graph: remembers nothing, replays nothing."""
+    """A stand-in for torch.cuda.CUDAGraph and torch.cuda.graph that captures nothing."""
 
     def __init__(self, *_, **__):
         pass
@@ -190,8 +191,11 @@ class FakeGraph:
         pass
 
 
-def captures(num_sets, fault=None):
-    """How often which set was called, and why there is no graph; ``fault`` is of rank 1, or "wrong" on all."""
+def capture_fake_graph(num_sets, fault=None):
+    """Capture a fake graph; return the order of input sets, the number of calls, and why there is no graph.
+
+    ``fault`` is "raises" (an error on rank 1), "wrong" (wrong results on all ranks) or None.
+    """
     sets, seen = list(range(num_sets)), []
 
     def call(inputs):
@@ -212,25 +216,25 @@ def captures(num_sets, fault=None):
 
 
 @pytest.mark.parametrize("num_sets, calls", ((2, 8), (3, 9), (8, 8)))
-def test_a_graph_takes_all_sets_in_turn_and_the_first_one_last(num_sets, calls):
-    for seen, counted, reason in on_ranks(2, captures, num_sets):
-        assert reason is None and counted == len(seen) == calls
+def test_graph_cycles_through_input_sets_and_ends_with_the_first(num_sets, calls):
+    for seen, num_calls, reason in on_ranks(2, capture_fake_graph, num_sets):
+        assert reason is None and num_calls == len(seen) == calls
         assert seen[-1] == 0 and {seen.count(s) for s in range(num_sets)} == {calls // num_sets}
 
 
-def test_what_cannot_be_captured_is_absent_on_all_ranks():
-    (_, first, why), (_, second, reason) = on_ranks(2, captures, 2, "raises")
+def test_failed_capture_is_reported_on_all_ranks():
+    (_, first, why), (_, second, reason) = on_ranks(2, capture_fake_graph, 2, "raises")
     assert first is second is None
     assert (why, reason) == ("failed on another rank", "RuntimeError: not while capturing")
 
 
-def test_outputs_of_graphs_are_checked():
-    for _, captured, reason in on_ranks(2, captures, 2, "wrong"):
+def test_graph_outputs_are_checked():
+    for _, captured, reason in on_ranks(2, capture_fake_graph, 2, "wrong"):
         assert captured is None and "wrong: relative errors" in reason
 
 
-def counts_calls():
-    """A method that stands for several calls is timed by the call, and ranks make as many of them."""
+def time_replayed_calls():
+    """Time a method whose ``calls`` is 4; return the times and the number of timed replays."""
 
     class Replayed:
         calls = 4
@@ -250,14 +254,14 @@ def counts_calls():
     return found, several.count - untimed
 
 
-def test_a_graph_of_several_calls_is_timed_by_the_call():
-    (found, count), (_, other) = on_ranks(2, counts_calls)
+def test_graph_of_several_calls_is_timed_per_call():
+    (found, count), (_, other) = on_ranks(2, time_replayed_calls)
     assert count == other == 3
     assert (found["single"]["burst"], found["several"]["burst"]) == (1, 4)
-    assert found["several"]["ms"] < found["single"]["ms"], "four calls of it take as long as one"
+    assert found["several"]["ms"] < found["single"]["ms"], "its four calls take as long as one"
 
 
-def test_rows_of_graphs_are_compared_with_each_other():
+def test_graph_rows_are_compared_with_graph_rows():
     case = Case("ag_gemm", Shape(64, 32, 32), 2)
     found = [(method, False, {"ms": ms}) for method, ms in (("gemm", 1.0), ("collective", 1.0), ("sequence", 4.0))]
     found += [("tdkernels", False, {"ms": 2.0}), ("gemm", True, {"ms": 0.25}), ("sequence", True, {"ms": 1.5})]
@@ -278,14 +282,14 @@ def test_rows_of_graphs_are_compared_with_each_other():
         (["nonsense"], "operator must be one of ag_gemm, gemm_rs"),
         (["--shapes", "nonsense"], "--shapes: 'nonsense' is neither MxNxK nor one of headline"),
         (["--shapes", "8x0x8"], "--shapes: '8x0x8'"),
-        (["ag_gemm", "--shapes", "decode"], "--shapes: decode has nothing for ag_gemm"),
+        (["ag_gemm", "--shapes", "decode"], "--shapes: decode has no shapes for ag_gemm"),
         (["--peers", "flux"], "--peers must be all, none, or some of torch-fused"),
         (["--peers", "torch-fused,"], "--peers must be all, none"),
         (["--nproc", "1"], "--nproc must be at least 2"),
         (["--nproc", "many"], "--nproc"),
         (["all_gather", "--bytes", "1T"], "--bytes must be sizes such as 64K,1M"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--shapes", "seed", "--tokens", "8"], "--tokens is for the layers of a model"),
+        (["--shapes", "seed", "--tokens", "8"], "--tokens needs a model in --shapes"),
         (["--shapes", "llama-70b", "--tokens", "few"], "--tokens must be whole numbers"),
         (["--shapes", "llama-70b", "--tokens", "0"], "--tokens must be whole numbers"),
         (["--config", "{"], "--config: invalid JSON object"),
@@ -294,22 +298,22 @@ def test_rows_of_graphs_are_compared_with_each_other():
         (["--report", "--out", "/nowhere"], "--report: there are no rows in /nowhere"),
     ],
 )
-def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+def test_bench_rejects_invalid_arguments(arguments, message, capsys):
     try:
         code = main(["bench", *arguments])
-    except SystemExit as exit:  # argparse's own
+    except SystemExit as exit:  # raised by argparse
         code = exit.code
     assert code == 2
     assert message in capsys.readouterr().err
 
 
-def test_without_the_repository_it_says_where_the_benchmarks_are(monkeypatch, tmp_path, capsys):
+def test_bench_outside_the_repository_is_an_error(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "_ROOT", tmp_path)
     assert main(["bench"]) == 2
     assert "run this in a clone of the repository" in capsys.readouterr().err
 
 
-def command(*arguments, cwd):
+def run_python(*arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=240, env=environment, cwd=cwd
@@ -317,30 +321,30 @@ def command(*arguments, cwd):
     return run.returncode, run.stdout, run.stderr
 
 
-def test_the_rehearsal_measures_everything_and_writes_nothing(tmp_path):
+def test_rehearsal_measures_all_methods_and_writes_nothing(tmp_path):
     options = ["--peers", "torch-fused", "--cuda-graph", "--shapes", "seed", "--out", str(tmp_path / "out")]
-    code, out, err = command("-m", "tdkernels", "bench", "gemm_rs", *options, cwd=tmp_path)
+    code, out, err = run_python("-m", "tdkernels", "bench", "gemm_rs", *options, cwd=tmp_path)
     assert code == 0, err
     assert out.startswith("Rehearsal on 2 CPU ranks")
     for method in ("gemm", "collective", "sequence", "tdkernels", "tdkernels-default"):
         assert f"rehearsal │ {method} " in out
-    assert "small sizes of its own instead of the sizes that were asked for" in out
+    assert "small sizes instead of the requested sizes" in out
     assert "torch-fused (absent: torch's symmetric memory needs GPUs)" in out
     assert "tdkernels (graph) (absent: CUDA graphs need a GPU)" in out
     assert "ag_gemm" not in out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rehearsal_measures_small_shapes_that_were_asked_for(tmp_path):
+def test_rehearsal_measures_requested_small_shapes(tmp_path):
     bench = ["-m", "tdkernels", "bench", "ag_gemm", "--peers", "none", "--shapes", "64x32x32"]
-    code, out, err = command(*bench, cwd=tmp_path)
+    code, out, err = run_python(*bench, cwd=tmp_path)
     assert code == 0, err
     assert re.search(r"│ 64x32x32 +│ tdkernels ", out) and "instead of" not in out and "256x128x128" not in out
 
 
-def test_the_rehearsal_of_collectives_alone(tmp_path):
+def test_rehearsal_of_collectives(tmp_path):
     options = ["--bytes", "1M", "--cuda-graph", "--config", '{"num_programs": 2}', "--out", str(tmp_path / "out")]
-    code, out, err = command("-m", "tdkernels", "bench", "all_reduce", "all_gather", *options, cwd=tmp_path)
+    code, out, err = run_python("-m", "tdkernels", "bench", "all_reduce", "all_gather", *options, cwd=tmp_path)
     assert code == 0, err
     for size in ("1K", "16K"):
         for method in ("nccl", "tdkernels", "tdkernels-default", "tdkernels-one-shot", "tdkernels-two-shot"):
@@ -350,8 +354,8 @@ def test_the_rehearsal_of_collectives_alone(tmp_path):
     assert "gemm" not in out and list(tmp_path.iterdir()) == []
 
 
-def test_messages_are_full_tensors():
-    assert [collectives.in_words(n) for n in (1 << 10, 1 << 28, 3 << 20, 1000)] == ["1K", "256M", "3M", "1000"]
+def test_message_sizes_and_wire_bytes():
+    assert [collectives.format_size(n) for n in (1 << 10, 1 << 28, 3 << 20, 1000)] == ["1K", "256M", "3M", "1000"]
     assert collectives.parse("1K,256M,1000,1K") == [1 << 10, 1 << 28, 1000]
     assert collectives.SIZES[0] == 1 << 10 and collectives.SIZES[-1] == 256 << 20
     wire = {op: collectives.Case(op, 4096, 4).wire_bytes for op in collectives.OPERATORS}
@@ -360,6 +364,6 @@ def test_messages_are_full_tensors():
     assert collectives.Case("all_reduce", 1002, 4).why_not() is None
 
 
-def test_the_file_and_the_command_are_one(tmp_path):
-    code, _, err = command(str(ROOT / "bench" / "run.py"), "--rounds", "0", cwd=tmp_path)
+def test_run_py_is_the_bench_command(tmp_path):
+    code, _, err = run_python(str(ROOT / "bench" / "run.py"), "--rounds", "0", cwd=tmp_path)
     assert code == 2 and "bench: --rounds must be at least 1, not 0" in err

@@ -1,0 +1,40 @@
+"""All rows of a folder of results, by family."""
+
+from dataclasses import dataclass
+
+from bench.core import points
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The measurements that a report is made of; each field may be empty.
+
+    dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
+    others:       JSONL rows as dictionaries: collectives, dispatch and combine, layers of experts and grouped GEMM,
+                  flash-decode, sequence parallelism, network primitives, host time per call, configs that the tuner
+                  selected, test runs
+    """
+
+    dense: tuple = ()
+    collectives: tuple = ()
+    dispatch: tuple = ()
+    layers: tuple = ()
+    decode: tuple = ()
+    sequences: tuple = ()
+    network: tuple = ()
+    host: tuple = ()
+    tuner: tuple = ()
+    tests: tuple = ()
+
+    def __bool__(self):
+        return any(vars(self).values())
+
+
+def read(folder):
+    """Read the rows of a folder; ``points.BadRow`` if a line cannot be read."""
+    return Rows(
+        dense=points.read(folder), collectives=points.read_collectives(folder), dispatch=points.read_ep(folder),
+        layers=points.read_layers(folder), decode=points.read_decode(folder), sequences=points.read_sequences(folder),
+        network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
+        tests=points.read_tests(folder),
+    )

@@ -1,0 +1,91 @@
+"""The page of test runs on GPUs, and which operator was measured on which hardware."""
+
+import re
+
+_INTRO = """Runs of the tests on GPUs, newest first, and measurements by operator and hardware. A run says nothing about
+kernels that changed after it. "Passes" counts repetitions. Ranks that share a GPU test compiled kernels, not a link.
+Failures are explained in [the support page](../../docs/support.md#test-record).
+"""
+_RUNS = ("date", "GPUs", "revision", "tests", "passes", "failures", "ranks", "what ran")
+_FAMILIES = (
+    ("collectives", "collective"), ("dispatch and combine", "ep"), ("layers of experts", "tp_moe"),
+    ("layers of experts", "ep_moe"), ("grouped GEMM", "group_gemm"), ("flash_decode", "flash_decode"),
+    ("ag_attention", "ag_attention"), ("ulysses", "ulysses"),
+)
+
+
+def text(rows):
+    """Return both tables; "" if no tests were recorded.
+
+    Args:
+        rows: ``bench.report.rows.Rows``.
+    """
+    if not rows.tests:
+        return ""
+    runs = sorted(_runs(rows.tests).items(), key=lambda item: item[0], reverse=True)
+    return "\n".join([
+        _INTRO, "## Test runs\n", _table(_RUNS, [_run(key, found) for key, found in runs]),
+        "## Measured operators\n",
+        "B: benchmark, with outputs checked before they are timed. T: autotuned. Numbers are the GPUs of one host.\n",
+        _matrix(rows),
+    ])
+
+
+def _runs(rows):
+    """Return {(date, GPU, number of GPUs, revision): rows}: one entry for each run of the tests."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["date"], row["gpu"], row["num_gpus"], row["git"]), []).append(row)
+    return found
+
+
+def _run(key, rows):
+    date, gpu, num_gpus, revision = key
+    ranks = sorted({int(rank) for row in rows for rank in row["passes_by_ranks"]} - {0})
+    return [
+        date, f"{num_gpus} x {gpu}", _short(revision), _total(rows, "tests"), _total(rows, "passes"),
+        _total(rows, "failures"), ", ".join(map(str, ranks)) or "see right", _what(rows),
+    ]
+
+
+def _short(revision):
+    """Return 7 digits of a revision and its "+"; a note in place of a revision stays whole."""
+    return re.sub(r"[0-9a-f]{40}", lambda match: match[0][:7], revision)
+
+
+def _total(rows, name):
+    return str(sum(row[name] for row in rows))
+
+
+def _what(rows):
+    notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
+    modules = [row["module"] for row in rows]
+    if len(modules) > 3:
+        modules = [f"{len(modules)} modules"]
+    return "; ".join([*modules, *notes]).replace("|", "/")
+
+
+def _matrix(rows):
+    """Return a table with a line for each operator or family and a column for each machine."""
+    cells = {}
+    for point in rows.dense:
+        _mark(cells, point.operator, point.settings, "T" if point.tuner else "B")
+    names = dict((what, name) for name, what in _FAMILIES)
+    for row in (*rows.collectives, *rows.dispatch, *rows.layers, *rows.decode, *rows.sequences):
+        _mark(cells, names[row["what"]], row, "B")
+    for row in rows.tuner:
+        _mark(cells, row["op"], row, "T")
+    machines = sorted({machine for _, machine in cells})
+    operators = sorted({operator for operator, _ in cells})
+    lines = [[operator, *("".join(sorted(cells.get((operator, machine), "–"))) for machine in machines)]
+             for operator in operators]
+    return _table(("operator", *(f"{num_gpus} x {gpu}" for gpu, num_gpus in machines)), lines)
+
+
+def _mark(cells, operator, settings, mark):
+    cells.setdefault((operator, (settings["gpu"], settings["num_gpus"])), set()).add(mark)
+
+
+def _table(titles, lines):
+    rows = [titles, ["---"] * len(titles), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
