@@ -1,4 +1,4 @@
-"""A first kernel that talks to peers: every rank gets the sum of all ranks' x. Run it: python first_kernel.py"""
+"""Sum a vector over all ranks, in one kernel that communicates. Run it: python first_kernel.py"""
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,16 @@ from tdkernels.symm import get_workspace, resolve_group
 @td.jit
 def all_sum_kernel(ctx, x_ptr, y_ptr, N: tl.constexpr):
     me = td.rank(ctx)
-    call = td.epoch(ctx) + 1  # this is call number 1, 2, … on the workspace
-    half = (call % 2).to(tl.int32)
+    call = td.epoch(ctx) + 1  # number of this call on the workspace: 1, 2, ...
+    half = (call % 2).to(tl.int32)  # half of the double buffer that this call uses
     pid = tl.program_id(0)
-    if pid < td.num_ranks(ctx):  # program p copies our x into the slot that rank p keeps for us
+    if pid < td.num_ranks(ctx):  # program p copies x to slot `me` in the buffer of rank p
         td.put(td.data_at(ctx, half, pid) + me * N * 4, x_ptr.to(tl.int64), N * 4)
-        td.notify(ctx, td.signal_at(ctx, half, me), pid, call)  # waiter: rank p's last program
-    else:  # the last program adds up what has come, in rank order
+        td.notify(ctx, td.signal_at(ctx, half, me), pid, call)  # waiter: the last program of rank p
+    else:  # the last program adds the vectors of all ranks, in rank order
         total = tl.full((N,), 0.0, tl.float32)
         for source in range(td.num_ranks(ctx)):
-            seen = td.wait(ctx, td.signal_at(ctx, half, source), call, source)  # producer: source's program `me`
+            seen = td.wait(ctx, td.signal_at(ctx, half, source), call, source)  # producer: program `me` of the source
             slot = td.consume_token(td.data_at(ctx, half, me) + source * N * 4, seen)
             total += tl.load(slot.to(tl.pointer_type(tl.float32)) + tl.arange(0, N))
         tl.store(y_ptr + tl.arange(0, N), total)
@@ -30,7 +30,7 @@ def all_sum_kernel(ctx, x_ptr, y_ptr, N: tl.constexpr):
 
 
 def all_sum(x, group=None):
-    """The sum of all ranks' x: fp32 [N], contiguous, N a power of two from 4 to some thousands."""
+    """Return the sum of x over all ranks. x: fp32 [N], contiguous, N a power of two from 4 to a few thousand."""
     y = torch.empty_like(x)
     workspace = get_workspace(resolve_group(group), x.device, "all_sum")
     ranks = workspace.world_size
@@ -41,25 +41,25 @@ def all_sum(x, group=None):
     return y
 
 
-def three_calls():
+def make_three_calls():
     x = torch.arange(4.0, device=rank_device()) + 10 * dist.get_rank()
-    return [all_sum(x * call).tolist() for call in (1, 2, 3)]  # as many as you like: nothing is ever reset
+    return [all_sum(x * call).tolist() for call in (1, 2, 3)]  # signals are not reset between calls
 
 
-def last_rank_stays_away():
+def make_fourth_call_except_on_last_rank():
     if dist.get_rank() == dist.get_world_size() - 1:
-        return "made no fourth call"
+        return "skipped the fourth call"
     tdkernels.set_timeout(5.0)
     try:
         all_sum(torch.ones(4, device=rank_device()))
-        tdkernels.synchronize()  # on a GPU the kernel is still waiting; on the CPU the call itself has raised
+        tdkernels.synchronize()  # needed on a GPU, where the kernel is still waiting; on the CPU all_sum raises
     except tdkernels.PeerTimeoutError as error:
         return f"{type(error).__name__}: {error}"
 
 
-if __name__ == "__main__":  # needed: each rank imports this file, and must not start ranks in turn
+if __name__ == "__main__":  # required: each rank imports this file and must not start ranks itself
     with RankPool(3) as pool:
-        for rank, sums in enumerate(pool.run(three_calls)):
+        for rank, sums in enumerate(pool.run(make_three_calls)):
             print(f"rank {rank}:", *sums)
-        for rank, text in enumerate(pool.run(last_rank_stays_away)):
+        for rank, text in enumerate(pool.run(make_fourth_call_except_on_last_rank)):
             print(f"rank {rank}: {text}")

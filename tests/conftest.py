@@ -1,4 +1,4 @@
-"""The rule that a green suite has run something on several ranks, and the end of the ranks that tests share."""
+"""Pytest hooks: select the tests of a default run, close the shared ranks, fail a suite without multi-rank tests."""
 
 import os
 import shutil
@@ -11,19 +11,19 @@ import torch
 
 from tests.support import ranks, simulated_nodes
 
-# The ranks inherit these. What somebody has tuned on this machine, or what is shipped for it, must not decide which
-# path a test takes: without a config it takes the default, and tests of the tuner say what they want.
+# The ranks inherit these. Configs tuned on this machine or shipped for it must not decide which path a test takes:
+# without a config an operator uses its heuristic, and tests of the tuner set what they need.
 os.environ["TDKERNELS_CACHE_DIR"] = tempfile.mkdtemp(prefix="tdkernels-tests-")
 os.environ["TDKERNELS_AUTOTUNE"] = "off"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--repeat", type=int, default=1, help="run each test this often: a race may need many tries")
+    parser.addoption("--repeat", type=int, default=1, help="number of runs of each test; a race may need many")
 
 
 @pytest.fixture(autouse=True)
 def repetition(request):
-    """Which of the repetitions this is."""
+    """The index of this repetition."""
     return getattr(request, "param", 0)
 
 
@@ -34,53 +34,53 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("repetition", range(count), indirect=True)
 
 
-# What they compile differs from GPU to GPU, and stands for the rest.
-_FOR_ALL_GPUS = ("test_products_compile", "test_one_shot_compiles", "test_small_kernels")
-_OTHER_GPUS = ("sm_89", "sm_100", "gfx950")  # sm_80 takes the ways of sm_89, and has more shared memory
-# What they ask is decided before it matters for which GPU it is compiled.
-_FOR_ONE_GPU = ("test_traced_kernels_compile", "test_a_size_of_one_compiles", "test_collectives_of_odd_sizes_compile")
-# Of their cases, which have most of what matters in common, every other one stands for the rest.
+# Their compiled code differs from GPU to GPU; they stand for the other tests.
+_FOR_ALL_GPUS = ("test_gemm_kernels_compile", "test_one_shot_compiles", "test_helper_kernels")
+_OTHER_GPUS = ("sm_89", "sm_100", "gfx950")  # sm_80 uses the same code paths as sm_89, and has more shared memory
+# The result of these tests does not depend on the GPU that they compile for.
+_FOR_ONE_GPU = ("test_traced_kernels_compile", "test_size_one_compiles", "test_collectives_with_odd_sizes_compile")
+# Their cases overlap; every other one stands for the rest.
 _LONG = {
     "test_ag_attention.py": ("test_everything",),
-    "test_all_to_all.py": ("test_rows_go_there_and_back",),
-    "test_all_to_all_low_latency.py": ("test_rows_go_there_and_back",),
+    "test_all_to_all.py": ("test_round_trip",),
+    "test_all_to_all_low_latency.py": ("test_round_trip",),
     "test_compile.py": ("test_fullgraph",),
-    "test_dense.py": ("test_minimal_shapes_in_every_config", "test_same_bits_every_time"),
-    "test_dispatch.py": ("test_everything",),
+    "test_dense.py": ("test_minimal_shapes_in_every_config", "test_determinism"),
+    "test_dispatch.py": ("test_forward_and_gradients",),
     "test_flash_decode.py": ("test_everything",),
     "test_flash_decode_multinode.py": ("test_everything",),
-    "test_low_latency.py": ("test_everything",),
-    "test_tp_moe.py": ("test_everything",),
-    "test_traces.py": ("test_traced_kernels_compile", "test_without_a_trace_nothing_of_it_is_compiled"),
+    "test_low_latency.py": ("test_forward_and_gradients",),
+    "test_tp_moe.py": ("test_forward_and_gradients",),
+    "test_traces.py": ("test_traced_kernels_compile", "test_untraced_kernels_contain_no_trace_code"),
     "test_ulysses.py": ("test_everything",),
 }
 
 
 def pytest_collection_modifyitems(items):
-    """What says little that is new is run only if all tests are asked for; several nodes take a GPU for each rank."""
+    """Skip cases that add little unless TDKERNELS_TEST_THOROUGH is set; multi-node tests need one GPU per rank."""
     seen = Counter()
     for item in items:
         which = item.path.name, getattr(item, "originalname", None)
         is_long = which[1] in _LONG.get(which[0], ())
         if item.path.name.endswith("_multinode.py"):
             item.add_marker(simulated_nodes.needs_gpus)
-        if is_long and seen[which] % 2 or _says_little(item, getattr(getattr(item, "callspec", None), "params", {})):
+        if is_long and seen[which] % 2 or _adds_little(item, getattr(getattr(item, "callspec", None), "params", {})):
             item.add_marker(simulated_nodes.thorough)
         seen[which] += 1
 
 
-def _says_little(item, params):
-    """Operators across nodes are asked at 2 x 2; for one GPU of each vendor most is compiled, for others some."""
+def _adds_little(item, params):
+    """Whether a case adds little: multi-node operators except at 2 x 2, and most compilations for other GPUs."""
     if item.path.parent.name == "compiled":
-        return "arch" in params and _compiled_for_little(item, params)
+        return "arch" in params and _compilation_adds_little(item, params)
     return item.path.name.endswith("_multinode.py") and params.get("world_size", 4) != 4
 
 
-def _compiled_for_little(item, params):
-    """Is it for a GPU, or of a dtype, that others stand for?"""
+def _compilation_adds_little(item, params):
+    """Whether other cases stand for the GPU or the dtype of this compilation."""
     dtype = params.get("dtype", torch.bfloat16)
     if params["arch"] == "sm_90":
-        return dtype == torch.float16  # the same code as of bf16
+        return dtype == torch.float16  # compiles to the same code as bf16
     if dtype != torch.bfloat16:
         return True
     if params["arch"] == "gfx942":
@@ -93,7 +93,7 @@ def pytest_report_header(config):
 
 
 def _whole_suite(config) -> bool:
-    """Was everything asked for? Who picks a file or a test does not mean to test several ranks; CI always does."""
+    """Whether the whole suite is requested. A single file or test need not run several ranks; CI always must."""
     option = config.option
     if option.collectonly:
         return False

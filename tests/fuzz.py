@@ -1,8 +1,8 @@
-"""Run operators under many seeded schedules and compare their results each time: ``make fuzz SEEDS=20 OPS="gemm_rs"``.
+"""Run operators under many seeded schedules and compare their results: ``make fuzz SEEDS=20 OPS="gemm_rs"``.
 
 A failure is printed with the name of the variant and the seed. The same seed gives the same schedule again:
 
-    python -m tests.fuzz --seeds 1 --first 17 --ways "gemm_rs forward"
+    python -m tests.fuzz --seeds 1 --first 17 --variants "gemm_rs forward"
 """
 
 import argparse
@@ -21,31 +21,31 @@ from tdkernels.launch import RankError  # noqa: E402
 from tdkernels.sanitizer import schedule  # noqa: E402
 from tests.support import ranks  # noqa: E402
 from tests.support.simulated_nodes import on_nodes  # noqa: E402
-from tests.support.variants import WAYS  # noqa: E402
+from tests.support.variants import VARIANTS  # noqa: E402
 
-_AT_ONCE = 10  # schedules of a variant before the next variant has its turn
+_AT_ONCE = 10  # schedules of a variant before the next variant runs
 
 
-def fuzz(way, seeds, calls=1):
-    """In a rank: the number of points of each schedule, once the values of all of them are right.
+def fuzz(variant, seeds, calls=1):
+    """Run a variant under each schedule and check its results; return the number of scheduling points of each.
 
-    The first calls are made without a schedule, so that the ranks have agreed on everything.
+    The first calls run without a schedule, so that the consensus checks have passed.
     """
 
     def run():
         points = []
-        way.run_here(2)  # the second call has no first-call work left, such as a cached launch
+        variant.run_here(2)  # the second call has no first-call work left, such as a cached launch
         for seed in seeds:
             with schedule(seed) as scheduled:
-                way.run_here(calls)
+                variant.run_here(calls)
             points.append(len(scheduled.events))
         return points
 
-    return run() if way.local is None else on_nodes(way.local, run)
+    return run() if variant.local is None else on_nodes(variant.local, run)
 
 
-def fuzz_ways(names, seeds_each, first, minutes, report):
-    """Rounds of a few seeds for each variant; calls ``report`` with the results after each."""
+def fuzz_variants(names, seeds_each, first, minutes, report):
+    """Run rounds of a few seeds per variant; call ``report`` with the results after each."""
     results = {name: {"schedules": 0, "points": 0, "seconds": 0.0, "failures": []} for name in names}
     deadline = time.monotonic() + 60 * minutes
     for start in range(0, seeds_each, _AT_ONCE):
@@ -56,7 +56,7 @@ def fuzz_ways(names, seeds_each, first, minutes, report):
                 return results
             entry = results[name]
             try:
-                points = ranks.on_ranks(WAYS[name].world_size, fuzz, WAYS[name], seeds)
+                points = ranks.on_ranks(VARIANTS[name].world_size, fuzz, VARIANTS[name], seeds)
                 entry["points"] += sum(map(sum, points))
             except RankError as error:
                 entry["failures"].append({"seeds": seeds, "error": str(error)})
@@ -84,15 +84,16 @@ def main():
     parser.add_argument("--seeds", type=int, default=10, help="schedules of each variant")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--ops", default="", help="operators; all if empty")
-    parser.add_argument("--ways", nargs="*", help="variants by name, in place of operators")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")
-    parser.add_argument("--json", help="where the results go")
+    parser.add_argument("--variants", nargs="*", help="variants by name, in place of operators")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit in minutes")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     operators = arguments.ops.split()
-    if unknown := set(operators) - {way.operator for way in WAYS.values()}:
+    if unknown := set(operators) - {variant.operator for variant in VARIANTS.values()}:
         parser.error(f"no operator {', '.join(sorted(unknown))}")
-    names = arguments.ways or [name for name, way in WAYS.items() if not operators or way.operator in operators]
-    results = fuzz_ways(
+    selected = [name for name, variant in VARIANTS.items() if not operators or variant.operator in operators]
+    names = arguments.variants or selected
+    results = fuzz_variants(
         names, arguments.seeds, arguments.first, arguments.minutes,
         lambda results: _write(arguments.json, results, arguments),
     )

@@ -1,4 +1,4 @@
-"""A few cases of the fault campaign (tests/chaos), and whether its judge sees what it is there for."""
+"""A few cases of the fault campaign (tests/chaos), and tests that it detects each kind of bad outcome."""
 
 import dataclasses
 import threading
@@ -16,12 +16,12 @@ from tests.chaos.problems import TABLE
 from tests.support.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="`make chaos DEVICE=shared` is for GPUs")
-EACH = 2  # cases of a fault
+EACH = 2  # cases per fault
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    """{W: ranks that play cases}"""
+    """{W: ranks that run cases}"""
     with campaign.use_forkserver():
         pools = {world_size: campaign.Ranks(world_size, "cpu") for world_size in (2, 3)}
         yield pools
@@ -30,7 +30,7 @@ def ranks():
 
 
 def _plans():
-    """The first plans of each fault, every one of another operator."""
+    """Return the first plans of each fault, for different operators where possible."""
     chosen, operators = {fault: [] for fault in FAULTS}, set()
     for seed in range(2000):
         plan = plan_of(seed)
@@ -45,8 +45,8 @@ def test_no_fault_gives_a_wrong_result_or_a_hang(ranks):
     assert {plan.fault for plan in plans} == set(FAULTS) and len({plan.operator for plan in plans}) > 10
     cases, lock = [], threading.Lock()
 
-    def play_all(world_size, mine):
-        for plan in mine:
+    def play_all(world_size, own_plans):
+        for plan in own_plans:
             case = campaign.play_case(ranks[world_size], plan)
             with lock:
                 cases.append(case)
@@ -72,9 +72,9 @@ def _control(name, **changes):
     return dataclasses.replace(plan, name=name, operator=TABLE[name][1], world_size=2, calls=3, **changes)
 
 
-# What the campaign has found. A rank that raised between the launches of a backward of ep_moe went on as if nothing had
-# happened; one that raised at the barrier of a copy, and one whose peers had missed an agreement, raised at the next
-# call without a word on the rank or the operator.
+# Bugs found by the campaign. A rank that raised between the launches of a backward of ep_moe continued as if it had
+# succeeded. A rank that raised at the barrier of a copy, or whose peers had missed a consensus check, raised errors
+# at the next call that named neither rank nor operator.
 FOUND = [
     dict(name="ep_moe fused", fault="between", faulty=1, at=1, moment=0.79, backward=True),
     dict(name="all_gather copy_engine", fault="between", faulty=0, at=1, moment=0.8, backward=True, cold=True, shape=3),
@@ -83,7 +83,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize("changes", FOUND, ids=lambda changes: changes["name"])
-def test_what_the_campaign_has_found(ranks, changes):
+def test_bugs_found_by_the_campaign(ranks, changes):
     plan = dataclasses.replace(_control(changes["name"]), **changes, timeouts=(2.5, 2.5))
     case = campaign.play_case(ranks[2], plan)
     assert not campaign.bad_outcomes(case) and case["ranks"][plan.faulty]["triggered"], campaign.describe(case)
@@ -91,8 +91,8 @@ def test_what_the_campaign_has_found(ranks, changes):
     assert "PeerTimeoutError" in outcomes, campaign.describe(case)
 
 
-def plays_with_stale_data(plan):
-    """In call 1 rank 1 has the operands of call 2, as if a peer had received the data of another call."""
+def play_with_stale_data(plan):
+    """Give rank 1 the operands of call 2 in call 1, as if a peer had received the data of another call."""
     with pytest.MonkeyPatch.context() as patch:
         make = Player._problem
 
@@ -108,46 +108,46 @@ def plays_with_stale_data(plan):
     ["ag_gemm push", "all_reduce one_shot", "all_to_all", "ep low-latency", "ep_moe fused", "tp_moe default",
      "flash_decode default", "ag_attention default", "ulysses_qkv pull"],
 )
-def test_the_data_of_another_call_is_found(ranks, name):
-    backward = name.startswith("ag_attention")  # forward the first rank of causal attention needs nothing of the other
-    case = campaign.play_case(ranks[2], _control(name, backward=backward), plays_with_stale_data)
+def test_data_of_another_call_is_detected(ranks, name):
+    backward = name.startswith("ag_attention")  # in the causal forward the first rank needs no data of the other
+    case = campaign.play_case(ranks[2], _control(name, backward=backward), play_with_stale_data)
     outcomes = [[outcome for _, outcome, _, _ in report["log"]] for report in case["ranks"]]
     assert outcomes[0] == ["correct", "WRONG", "correct"], campaign.describe(case)
     assert campaign.summarize([case])["wrong"] >= 1
 
 
-def plays_with_launches_that_are_not_void(plan):
-    """After a failure launches go on to store, as before there were void launches."""
+def play_without_void_launches(plan):
+    """Let launches after a failure store their results, as if there were no void launches."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("is_void", "is_void_for_all"):
             patch.setattr(td, name, lambda signal: signal == -1)
         return play(plan)
 
 
-def test_what_launches_after_a_failure_overwrite_is_found(ranks):
+def test_overwriting_launches_after_a_failure_are_detected(ranks):
     plan = dataclasses.replace(
         plan_of(LATE_SEEDS), name="gemm_ar one_shot", operator="gemm_ar", backward=False, shape=0, at=2, faulty=2,
         ahead=1, timeouts=(4.5, 1.5, 4.5), pause=2.2,
     )
-    case = campaign.play_case(ranks[3], plan, plays_with_launches_that_are_not_void)
+    case = campaign.play_case(ranks[3], plan, play_without_void_launches)
     assert "WRONG" in [outcome for _, outcome, _, _ in case["ranks"][0]["log"]], campaign.describe(case)
     assert not campaign.bad_outcomes(case := campaign.play_case(ranks[3], plan)), campaign.describe(case)
 
 
-def plays_and_does_not_return(plan):
+def play_and_hang(plan):
     report = play(plan)
     if dist.get_rank() == 1:
         time.sleep(600)
     return report
 
 
-def test_a_hang_is_found(ranks):
-    case = campaign.play_case(ranks[2], _control("ag_gemm push"), plays_and_does_not_return, timeout_s=15.0)
+def test_hang_is_detected(ranks):
+    case = campaign.play_case(ranks[2], _control("ag_gemm push"), play_and_hang, timeout_s=15.0)
     assert [outcome for _, outcome, _, _ in case["ranks"][1]["log"]] == ["HANG"], campaign.describe(case)
     assert campaign.summarize([case])["hangs"] == 1
 
 
-def test_errors_that_name_nothing_are_found():
+def test_errors_without_names_are_detected():
     assert not _names_its_call(RuntimeError("connection closed by peer"), 0)
     assert not _names_its_call(KeyError("ag_gemm"), 0)
     assert not _names_its_call(PeerTimeoutError("ag_gemm", 0, 0, "1", 2, 1, 1.0), 0)

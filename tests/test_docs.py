@@ -1,4 +1,4 @@
-"""What the documents show is what the code does: their programs run, their names exist, their links lead somewhere."""
+"""Documentation matches the code: its programs run, its names exist, and its links resolve."""
 
 import ast
 import inspect
@@ -33,13 +33,13 @@ DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
 
 
 def blocks(document, language):
-    """The fenced code blocks of a language, without the indentation of a list that they may stand in."""
+    """Return the fenced code blocks of a language, without the indentation of a surrounding list."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
     return [re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
 
 def run(program, tmp_path):
-    """What a program prints that a reader has saved outside the repository."""
+    """Run a program from a file outside the repository, as a reader would; return its output."""
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     if ranks.DEVICE == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -53,41 +53,41 @@ def run(program, tmp_path):
 # ---- docs/contributing/primitives.md ----
 
 
-def test_the_tutorial_quotes_the_example():
+def test_primitives_page_quotes_the_example():
     assert blocks(TUTORIAL, "python") == [EXAMPLE.read_text()]
 
 
 @pytest.mark.slow
-def test_the_tutorial_shows_what_its_program_prints(tmp_path):
+def test_primitives_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(TUTORIAL, "python")
     assert run(program, tmp_path) == "".join(blocks(TUTORIAL, "text"))
 
 
 def signature(name):
-    """As the tables of words write it."""
-    word = getattr(lang, name)
+    """Return the signature of a primitive as the tables of primitives write it."""
+    primitive = getattr(lang, name)
     arguments = []
-    for parameter in inspect.signature(getattr(word, "fn", word)).parameters.values():
-        default = getattr(parameter.default, "value", parameter.default)  # of a constexpr
+    for parameter in inspect.signature(getattr(primitive, "fn", primitive)).parameters.values():
+        default = getattr(parameter.default, "value", parameter.default)  # the value of a constexpr
         stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         value = "" if default is parameter.empty else f"={default!r}".replace("'", '"')
         arguments.append(stars + parameter.name + value)
     return f"{name}({', '.join(arguments)})".replace("_semantic=None", "")
 
 
-def test_the_tutorial_has_every_word_with_its_signature():
+def test_primitives_page_lists_every_primitive_with_its_signature():
     rows = re.findall(r"^\| `(\w+\(.*?\))` \|", TUTORIAL.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(signature(name) for name in lang.__all__)
 
 
 # ---- docs/tutorials ----
 
-MOST_LINES = 60, 60, 60, 100
-TUTORIALS = dict(zip(("notify_and_wait", "all_gather_push", "low_latency_all_to_all", "ag_gemm"), MOST_LINES))
+MAX_LINES = 60, 60, 60, 100
+TUTORIALS = dict(zip(("notify_and_wait", "all_gather_push", "low_latency_all_to_all", "ag_gemm"), MAX_LINES))
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_shows_its_program_and_what_it_prints(name, tmp_path):
+def test_tutorial_shows_its_program_and_output(name, tmp_path):
     page, program = REPO / f"docs/tutorials/{name}.md", (REPO / f"examples/tutorials/{name}.py").read_text()
     assert blocks(page, "python") == [program] and len(program.splitlines()) <= TUTORIALS[name]
     assert run(program, tmp_path) == "".join(blocks(page, "text"))
@@ -95,7 +95,7 @@ def test_a_tutorial_shows_its_program_and_what_it_prints(name, tmp_path):
 
 @pytest.mark.parametrize("name", TUTORIALS)
 @pytest.mark.skipif(ranks.DEVICE == "cuda", reason="the race checker runs on CPU ranks")
-def test_a_tutorial_has_no_race(name, tmp_path, monkeypatch):
+def test_tutorial_has_no_race(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TDKERNELS_SANITIZE", "1")
     run((REPO / f"examples/tutorials/{name}.py").read_text(), tmp_path)
 
@@ -104,12 +104,12 @@ def test_a_tutorial_has_no_race(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_on_experts_shows_what_its_program_prints(tmp_path):
+def test_expert_parallel_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(EXPERTS, "python")
     assert run(program, tmp_path) == "".join(blocks(EXPERTS, "text"))
 
 
-def test_the_bytes_on_paper_are_those_of_the_formula():
+def test_expert_parallel_page_has_the_computed_sizes():
     k, row_fp8, row_bf16, rate = 8, 7168 + 4 * 56, 2 * 7168, 380e9
     for world_size, tokens in ((4, 128), (4, 4096), (8, 128), (8, 4096)):
         once = tokens * (world_size - 1) * (1 - (1 - 1 / world_size) ** k)
@@ -124,12 +124,12 @@ def test_the_bytes_on_paper_are_those_of_the_formula():
 
 @pytest.mark.slow
 @pytest.mark.skipif(ranks.DEVICE == "cuda", reason="the race checker runs on CPU ranks")
-def test_the_page_on_the_race_checker_shows_what_its_program_prints(tmp_path):
+def test_race_checker_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(RACES, "python")
     assert run(program, tmp_path) == "".join(blocks(RACES, "text"))
 
 
-def test_the_racy_kernel_is_that_of_the_tutorial_with_two_lines_swapped():
+def test_racy_kernel_is_the_example_with_two_lines_swapped():
     (program,) = blocks(RACES, "python")
     kernels = [text[text.index("@td.jit") : text.index("def all_sum(")] for text in (program, EXAMPLE.read_text())]
     racy, right = (kernel.splitlines() for kernel in kernels)
@@ -139,87 +139,87 @@ def test_the_racy_kernel_is_that_of_the_tutorial_with_two_lines_swapped():
 # ---- docs/guides/moe.md ----
 
 
-def page_of(source):
+def load_page(source):
     page = types.ModuleType("page")
     exec(compile(source, str(LAYERS), "exec"), vars(page))
     return page
 
 
-def a_layer_is_trained(source):
-    return page_of(source).train()
+def train_layer(source):
+    return load_page(source).train()
 
 
-def test_the_page_on_layers_shows_what_its_program_prints():
+def test_moe_page_shows_the_output_of_its_program():
     program, _, _ = blocks(LAYERS, "python")
     assert "print(run_ranks(2, train))" in program
-    assert f"{ranks.on_ranks(2, a_layer_is_trained, program)}\n" == "".join(blocks(LAYERS, "text"))
+    assert f"{ranks.on_ranks(2, train_layer, program)}\n" == "".join(blocks(LAYERS, "text"))
 
 
-def experts_are_sliced(source):
+def run_tp_moe_stages(source):
     x, ids, weights = torch.randn(3, 8), torch.tensor([[0, 1], [1, 2], [1, -1]]), torch.rand(3, 2)
     operands = x, ids, weights, torch.randn(4, 6, 8), torch.randn(4, 8, 3)
-    return page_of(source).experts(*(operand.to(ranks.device()) for operand in operands))
+    return load_page(source).experts(*(operand.to(ranks.device()) for operand in operands))
 
 
-def test_the_page_on_layers_calls_both_halves_of_tp_moe():
+def test_moe_page_calls_both_stages_of_tp_moe():
     _, source, _ = blocks(LAYERS, "python")
-    assert ranks.on_ranks(2, experts_are_sliced, source) == [([12, 3], [2, 6, 2, 0], True)] * 2
+    assert ranks.on_ranks(2, run_tp_moe_stages, source) == [([12, 3], [2, 6, 2, 0], True)] * 2
 
 
-def a_model_is_loaded(source, path):
+def load_model(source, path):
     import transformers
 
     sizes = dict(hidden_size=16, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
     sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=9)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).save_pretrained(path)  # rank 0 does
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).save_pretrained(path)  # only rank 0 writes
     dist.barrier()
-    model = page_of(source).load(path, ranks.device())
+    model = load_page(source).load(path, ranks.device())
     logits = model(torch.zeros(1, 2, dtype=torch.int64, device=ranks.device())).logits
     assert logits.shape == (1, 2, 9) and logits.isfinite().all() and logits.dtype == torch.bfloat16
     assert list(model.model.layers[0].mlp.w_down.shape) == [2, 16, 8]
 
 
-def test_the_page_on_layers_loads_a_model(tmp_path):
+def test_moe_page_loads_a_model(tmp_path):
     pytest.importorskip("transformers", minversion="5.0")
     _, _, source = blocks(LAYERS, "python")
-    ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
+    ranks.on_ranks(2, load_model, source, str(tmp_path))
 
 
 # ---- docs/guides/flash-decode.md and long-sequences.md ----
 
 
-def a_program_runs(source, name):
-    return getattr(page_of(source), name)()
+def run_function(source, name):
+    return getattr(load_page(source), name)()
 
 
 PROGRAMS = [(DECODING, 0, "decode"), (SEQUENCES, 0, "attend"), (SEQUENCES, 1, "layer")]
 
 
 @pytest.mark.parametrize("page, number, name", PROGRAMS, ids=lambda part: getattr(part, "stem", part))
-def test_the_pages_on_attention_show_what_their_programs_print(page, number, name):
+def test_attention_pages_show_the_output_of_their_programs(page, number, name):
     programs = [block for block in blocks(page, "python") if "__main__" in block]
-    shown = blocks(page, "text")
-    assert len(programs) == len(shown) and f"print(run_ranks(2, {name}))" in programs[number]
-    assert f"{ranks.on_ranks(2, a_program_runs, programs[number], name)}\n" == shown[number]
+    outputs = blocks(page, "text")
+    assert len(programs) == len(outputs) and f"print(run_ranks(2, {name}))" in programs[number]
+    assert f"{ranks.on_ranks(2, run_function, programs[number], name)}\n" == outputs[number]
 
 
-def pages_and_latents_are_decoded(paged, latent):
+def decode_paged_and_latent(paged, latent):
     case = Decode(2, 4, 2, 16, 9, page=4)
-    case.check({"o": page_of(paged).decode_paged(*case.operands(), case.options["block_table"])})
+    case.check({"o": load_page(paged).decode_paged(*case.operands(), case.options["block_table"])})
     case = Decode(1, 3, 1, 576, 4, value_dim=512, latent=True, scale=192**-0.5)
-    case.check({"o": page_of(latent).decode_latent(case.q, case.k_cache, case.lens)})
+    case.check({"o": load_page(latent).decode_latent(case.q, case.k_cache, case.lens)})
 
 
-def test_the_page_on_attention_calls_with_pages_and_latents():
+def test_flash_decode_page_decodes_paged_and_latent_caches():
     paged, latent = (block for block in blocks(DECODING, "python") if "def decode_" in block)
-    ranks.on_ranks(2, pages_and_latents_are_decoded, paged, latent)
+    ranks.on_ranks(2, decode_paged_and_latent, paged, latent)
 
 
 # ---- README.md ----
 
 
 @pytest.mark.parametrize("source", blocks(README, "python"))
-def test_names_of_the_readme_exist(source):
+def test_readme_names_exist(source):
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -235,7 +235,7 @@ def test_names_of_the_readme_exist(source):
             inspect.signature(function).bind(*node.args, **{keyword.arg: keyword.value for keyword in node.keywords})
 
 
-def test_the_readme_shows_what_its_program_prints(tmp_path):
+def test_readme_shows_the_output_of_its_program(tmp_path):
     program = blocks(README, "python")[0]
     assert "print(" in program
     assert run(program, tmp_path).strip() == program.splitlines()[-1].partition("  # ")[2]
@@ -248,9 +248,9 @@ def forward_and_backward(module, x):
     return {"y": y.detach(), "dx": x.grad, "dup": module.up.weight.grad, "ddown": module.down.weight.grad}
 
 
-def two_mlps(source):
-    """The classes of the README's two blocks, run on the same weights and input."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the collectives that torch 2.11 has
+def compare_mlps(source):
+    """Run the classes of the README's two blocks on the same weights and input, and compare their results."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives of torch 2.11
     mlps = types.ModuleType("mlps")
     exec(compile(source, str(README), "exec"), vars(mlps))
     torch.manual_seed(dist.get_rank())
@@ -263,16 +263,16 @@ def two_mlps(source):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_the_two_mlps_of_the_readme_compute_the_same():
+def test_readme_mlps_are_equivalent():
     sources = [source for source in blocks(README, "python") if re.search(r"^class \w*MLP\(", source, re.MULTILINE)]
     assert len(sources) == 2
-    ranks.on_ranks(2, two_mlps, "\n\n".join(sources))
+    ranks.on_ranks(2, compare_mlps, "\n\n".join(sources))
 
 
 # ---- docs/images ----
 
 
-def test_the_diagrams_are_those_that_the_program_draws():
+def test_diagrams_are_up_to_date():
     schedules = runpy.run_path(str(REPO / "docs/images/schedules.py"))
     for name, panels in schedules["SCHEDULES"].items():
         assert (REPO / f"docs/images/schedule_{name}.svg").read_text() == schedules["picture"](panels)
@@ -282,7 +282,7 @@ def test_the_diagrams_are_those_that_the_program_draws():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_links_lead_to_files(document):
+def test_links_resolve(document):
     prose = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)]+)\)", prose):
         if not link.startswith(("https://", "#")):
@@ -290,14 +290,14 @@ def test_links_lead_to_files(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_files_and_targets_that_are_named_exist(document):
+def test_named_files_and_targets_exist(document):
     text = document.read_text()
     for path in re.findall(r"`((?:tdkernels|tests|examples|bench|docs)/[\w./]+)`", text):
         assert (REPO / path).exists(), path
     targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"\bmake (?:[A-Z]+=\S* )*([a-z-]+)[`\s]", "\n".join(code_of(text))):
+    for target in re.findall(r"\bmake (?:[A-Z]+=\S* )*([a-z-]+)[`\s]", "\n".join(shell_and_inline_code(text))):
         assert target in targets, target
 
 
-def code_of(text):
+def shell_and_inline_code(text):
     return re.findall(r"```sh\n.*?```|`[^`\n]+`", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a call is said before anything is launched, by type, argument and shape."""
+"""Invalid arguments are rejected before any launch, with the type, the argument and the shape in the error."""
 
 import dataclasses
 import pickle
@@ -34,8 +34,8 @@ def bias(*shape, **options):
     return {"bias": tensor(*shape, **options)}
 
 
-# What replaces an argument of a call with x [4, 8], weight [6, 8] and bias [6] in fp32 (made in the rank, where there
-# is a device); what is raised; and what it says.
+# Replaced arguments of a call with x [4, 8], weight [6, 8] and bias [6] in fp32 (made in the rank, on its device);
+# the type of the error; and parts of its message.
 OPERANDS = {
     "other K in x": (lambda: x(4, 7), ValueError, "x [4, 7]", "weight [6, 8]", "K"),
     "other K in weight": (lambda: weight(6, 9), ValueError, "x [4, 8]", "weight [6, 9]", "K"),
@@ -90,7 +90,7 @@ AG_GEMM = {
     "config is a dict": (lambda: {"config": {"method": "fused"}}, TypeError, "AgGemmConfig", "dict"),
     "unknown method": (lambda: ag(method="nccl"), ValueError, "method", "'nccl'"),
     "unknown transport": (lambda: ag(transport="pull"), ValueError, "transport", "'pull'"),
-    "nobody pushes": (lambda: ag(num_comm_sms=0), ValueError, "num_comm_sms", "not 0"),
+    "no communication SMs": (lambda: ag(num_comm_sms=0), ValueError, "num_comm_sms", "not 0"),
     "empty chunks": (lambda: ag(chunk_tiles=0), ValueError, "chunk_tiles", "not 0"),
     "block_m not a power of two": (lambda: ag(tiles=tiles(block_m=48)), ValueError, "block_m", "power of two", "48"),
     "block_n too small": (lambda: ag(tiles=tiles(block_n=8)), ValueError, "block_n", "8"),
@@ -99,8 +99,8 @@ AG_GEMM = {
     "no stages": (lambda: ag(tiles=tiles(num_stages=0)), ValueError, "num_stages", "0"),
     "group of no tiles": (lambda: ag(tiles=tiles(group_m=0)), ValueError, "group_m", "0"),
     "tiles is a tuple": (lambda: ag(tiles=(64, 64, 64)), TypeError, "tiles must be a Tiles or None", "(64, 64, 64)"),
-    "programs in words": (lambda: ag(num_comm_sms="24"), TypeError, "num_comm_sms must be an integer", "'24'"),
-    "half a program": (lambda: ag(num_comm_sms=2.5), TypeError, "num_comm_sms must be an integer", "2.5"),
+    "num_comm_sms is a string": (lambda: ag(num_comm_sms="24"), TypeError, "num_comm_sms must be an integer", "'24'"),
+    "num_comm_sms is a float": (lambda: ag(num_comm_sms=2.5), TypeError, "num_comm_sms must be an integer", "2.5"),
     "a float for a block": (lambda: ag(tiles=tiles(block_m=64.0)), TypeError, "tiles: block_m must be an integer"),
 }
 
@@ -118,21 +118,21 @@ GEMM_AR = {
     "unknown method": (lambda: ar(method="nccl"), ValueError, "method", "'nccl'"),
     "unknown exchange": (lambda: ar(exchange="three_shot"), ValueError, "exchange", "'three_shot'"),
     "empty items": (lambda: ar(item_tiles=0), ValueError, "item_tiles", "not 0"),
-    "nobody multiplies": (lambda: ar(exchange="one_shot", split_k=0), ValueError, "split_k", "not 0"),
+    "split_k zero": (lambda: ar(exchange="one_shot", split_k=0), ValueError, "split_k", "not 0"),
     "block_k not a power of two": (lambda: ar(tiles=tiles(block_k=48)), ValueError, "block_k", "power of two", "48"),
     "block_m of one shot": (lambda: ar(exchange="one_shot", tiles=tiles(block_m=8)), ValueError, "block_m", "8"),
 }
 
 
-def of_another_group(ranks):
-    """Rank 1's view of a group that it is not in; the others get the world."""
+def group_without_rank_1(ranks):
+    """Return a group without rank 1 as rank 1 sees it; on the other ranks None, the world."""
     group = dist.new_group(ranks)
     return {"group": group if dist.get_rank() == 1 else None}
 
 
-# Only rank 1 does these wrong: groups differ from rank to rank.
+# Only rank 1 passes these invalid groups.
 GROUPS = {
-    "not a member": (lambda: of_another_group([0]), ValueError, "group", "rank 1 is not a member"),
+    "not a member": (lambda: group_without_rank_1([0]), ValueError, "group", "rank 1 is not a member"),
     "mesh of two dimensions": (
         lambda: {"group": init_device_mesh(device().type, (2, 1), mesh_dim_names=("a", "b"))},
         ValueError, "group", "one dimension", "2",
@@ -148,7 +148,7 @@ TABLES = {
 }
 
 
-def refuses(operator, what):
+def reject(operator, what):
     replace, kind, *parts = TABLES[operator][what]
     arguments = {**x(ROWS, K), **weight(N, K), **bias(N), **replace()}
     if what not in GROUPS or dist.get_rank() == 1:
@@ -158,7 +158,7 @@ def refuses(operator, what):
         message = str(caught.value)
         assert all(part in message for part in parts), f"{parts} in {message!r}"
         assert what in GROUPS or message.startswith(f"{operator}: "), message
-    # Nobody has sent anything, so the group is as good as before.
+    # No rank has sent anything, so the group is still usable.
     case = Case(operator, torch.float32, ROWS, N, K, exact=True)
     case.check(case.run())
 
@@ -166,25 +166,25 @@ def refuses(operator, what):
 @pytest.mark.parametrize(
     "operator, what", [(operator, what) for operator, table in TABLES.items() for what in table], ids=str
 )
-def test_refuses(operator, what):
-    on_ranks(2, refuses, operator, what)
+def test_invalid_arguments_are_rejected(operator, what):
+    on_ranks(2, reject, operator, what)
 
 
-def leaves_room_to_compute():
+def reject_too_many_comm_sms():
     if device().type == "cpu":
-        return False  # programs take turns there
+        return False  # the interpreter runs programs in turn
     with pytest.raises(ValueError, match="num_comm_sms.*100000"):
         tdkernels.ag_gemm(tensor(ROWS, K), tensor(N, K), **ag(num_comm_sms=100_000))
     return True
 
 
-def test_programs_that_push_leave_room_to_compute():
-    if not all(on_ranks(2, leaves_room_to_compute)):
+def test_num_comm_sms_must_leave_sms_for_the_gemm():
+    if not all(on_ranks(2, reject_too_many_comm_sms)):
         pytest.skip("only a GPU can be full")
 
 
-def refuses_alone(operator, what):
-    """With one rank as with many, though nothing has to be sent."""
+def reject_on_one_rank(operator, what):
+    """One rank validates its arguments like many, although it sends nothing."""
     replace, kind, *_ = TABLES[operator][what]
     with pytest.raises(kind):
         getattr(tdkernels, operator)(**{**x(ROWS, K), **weight(N, K), **bias(N), **replace()})
@@ -192,25 +192,25 @@ def refuses_alone(operator, what):
 
 @pytest.mark.parametrize("what", ["other K in x", "bias too long", "x in fp16", "x of integers", "unknown method"])
 @pytest.mark.parametrize("operator", TABLES)
-def test_refuses_with_one_rank(operator, what):
-    on_ranks(1, refuses_alone, operator, what)
+def test_invalid_arguments_are_rejected_with_one_rank(operator, what):
+    on_ranks(1, reject_on_one_rank, operator, what)
 
 
-def options_are_keywords(operator):
+def pass_positional_option(operator):
     with pytest.raises(TypeError, match="positional"):
         getattr(tdkernels, operator)(tensor(ROWS, K), tensor(N, K), tensor(N), None)
 
 
 @pytest.mark.parametrize("operator", TABLES)
-def test_options_are_keywords(operator):
-    on_ranks(1, options_are_keywords, operator)
+def test_options_are_keyword_only(operator):
+    on_ranks(1, pass_positional_option, operator)
 
 
-# ---- of calls that are not the same on all ranks ----
+# ---- calls that differ between ranks ----
 
 
-def comes_with_other_rows():
-    """Rank 1 has a shorter last batch, in a call that is new to it alone: both hear of it before the timeout."""
+def call_with_other_rows():
+    """Rank 1 has a shorter last batch, in a call that is new to it alone: both ranks raise before the timeout."""
     with a_group() as group, timeout(60.0):
         for _ in range(2):
             tdkernels.ag_gemm(tensor(ROWS, K), tensor(N, K), group=group)
@@ -222,22 +222,22 @@ def comes_with_other_rows():
     return type(error).__name__, str(error), str(pickle.loads(pickle.dumps(error))), str(again), seconds
 
 
-def test_a_call_that_is_new_to_one_rank_alone():
-    for kind, text, copy, again, seconds in on_ranks(2, comes_with_other_rows):
+def test_call_that_is_new_to_one_rank():
+    for kind, text, copy, again, seconds in on_ranks(2, call_with_other_rows):
         assert kind == "PlanMismatchError" and copy == text == again
-        assert seconds < 20, "it waited for the timeout"
+        assert seconds < 20, "the ranks waited for the timeout"
         assert "rank 1 waits in the consensus check of a new call, ag_gemm(M/W=3, K=8" in text
         assert f"rank 0 makes ag_gemm(M/W={ROWS}, K=8" in text
 
 
 @pytest.mark.parametrize("seconds", ["60", True, 0, -1, 1e10, float("nan")], ids=str)
-def test_timeouts_that_are_none(seconds):
+def test_invalid_timeouts_are_rejected(seconds):
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
         tdkernels.set_timeout(seconds)
 
 
-def test_decoding_alone_where_there_should_be_others(monkeypatch):
-    """Each rank by itself would attend to its own keys, and nothing would say so."""
+def test_decode_without_a_process_group_is_rejected_if_world_size_is_set(monkeypatch):
+    """Otherwise each rank would silently attend to its own keys only."""
     q, cache = torch.zeros(1, 2, 16), torch.zeros(1, 4, 1, 16)
     call = q, cache, cache, torch.tensor([4])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -247,18 +247,18 @@ def test_decoding_alone_where_there_should_be_others(monkeypatch):
         tdkernels.flash_decode(*call)
 
 
-def asks_a_reference_for_gradients():
+def check_reference_gradients():
     operand, w = tensor(ROWS, K).requires_grad_(), tensor(N, K).requires_grad_()
     for operator in TABLES:
         assert not getattr(tdkernels, f"{operator}_ref")(operand, w).requires_grad, operator
     assert tdkernels.gemm_rs(operand, w).requires_grad
 
 
-def test_references_have_no_gradient_rather_than_a_wrong_one():
-    on_ranks(2, asks_a_reference_for_gradients)
+def test_references_have_no_gradient():
+    on_ranks(2, check_reference_gradients)
 
 
-def rejects_dtensors():
+def reject_dtensors():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -275,4 +275,4 @@ def rejects_dtensors():
 
 
 def test_dtensors_are_rejected_by_name():
-    on_ranks(2, rejects_dtensors)
+    on_ranks(2, reject_dtensors)

@@ -1,4 +1,4 @@
-"""The examples end well on CPU ranks; that which `make demo` runs does not when results are wrong."""
+"""The examples succeed on CPU ranks; the example of `make demo` fails if its results are wrong."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ EXAMPLE = ROOT / "examples" / "tp_mlp.py"
 EXPERTS, DECODING = ROOT / "examples" / "ep_moe.py", ROOT / "examples" / "decode.py"
 
 
-def printed(*command):
+def run_example(*command):
     done = subprocess.run(
         [sys.executable, *command, "--nproc", "2", "--device", "cpu"], capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},  # installed or not
@@ -22,20 +22,20 @@ def printed(*command):
     return done.stdout
 
 
-def test_the_mlp_example_runs():
-    shown = printed(EXAMPLE, "--steps", "2")
+def test_mlp_example():
+    output = run_example(EXAMPLE, "--steps", "2")
     for word in ("output", "dx", "dw_gate_up", "dw_down", "method=fused", "All as it should be"):
-        assert word in shown
+        assert word in output
 
 
-def test_the_example_of_experts_runs():
-    shown = printed(EXPERTS)
+def test_expert_parallel_example():
+    output = run_example(EXPERTS)
     for word in ("y ", "dx", "dgate", "dw_gate_up", "dw_down", "by hand", "loss, tdkernels", "All as it should be"):
-        assert word in shown
+        assert word in output
 
 
-def test_the_example_of_decoding_runs():
-    assert "5 tokens, 40 keys on 2 ranks" in (shown := printed(DECODING)) and "All as it should be" in shown
+def test_decoding_example():
+    assert "5 tokens, 40 keys on 2 ranks" in (output := run_example(DECODING)) and "All as it should be" in output
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ NAN = float("nan")
         ([(0.1, 1.0), (0.1, 1.0)], [0.5, NAN], False),
     ],
 )
-def test_its_verdict(example, errors, losses, good):
+def test_mlp_example_checks_errors_and_losses(example, errors, losses, good):
     problem = example.Problem(128, 64, 64, example.torch.float32, 2, loss_tolerance=1e-4)
     report = {"runs": (), "losses": {"tdkernels": losses, "plain torch": [0.5, 0.25]}}
-    assert example.show(problem, "cpu", [{**report, "errors": {"dx": of_rank}} for of_rank in errors]) == good
+    assert example.show(problem, "cpu", [{**report, "errors": {"dx": pair}} for pair in errors]) == good

@@ -1,7 +1,7 @@
-"""What a rank returns and raises after something has gone wrong: never wrong numbers, and errors that name the call.
+"""Errors after a failure: no call returns wrong results, and each error names the call that failed.
 
-On a GPU the host runs ahead of the kernels, so that it has launched later calls before it can see a failure. On CPU
-ranks a launch has ended when the call returns; there ``host_ahead`` makes the host as blind.
+On a GPU the host runs ahead of the kernels, so it may launch later calls before it can see a failure. On CPU ranks a
+launch has finished when the call returns; there ``host_ahead`` suppresses the check for recorded failures.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
-from tdkernels.lang import context as words
+from tdkernels.lang import context
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.experts.dispatch import launch as ep_launch
 from tdkernels.ops.experts.dispatch.counted import CountedRouting
@@ -40,31 +40,31 @@ ON_CPU = DEVICE != "cuda"
 
 @contextlib.contextmanager
 def host_ahead():
-    """Let the host launch without a look at what earlier launches have recorded, as if these were still queued."""
+    """Suppress the check for host errors and failures of earlier launches, as if these were still queued."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "check", lambda self, in_call=True: None)
         yield
 
 
 def ones(rows=2, value=None, where=None):
-    """Operands of an ``ag_gemm`` by which an element of y is 4 times a value of the rank that has its row."""
+    """Return operands of ``ag_gemm`` for which each element of y is 4 * ``value`` of the rank that owns the row."""
     value = dist.get_rank() + 1.0 if value is None else value
     where = where or device()
     return torch.full((rows, 4), value, device=where), torch.ones(3, 4, device=where)
 
 
-# ---- groups made anew ----
+# ---- recreated groups ----
 
 
 def _new_world(store, rank, world_size):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
 
 
-def makes_the_world_anew():
-    """Rank 1 raises in the first call; then both do as README says, and make the right call in a new world."""
+def recreate_world():
+    """Rank 1 raises in the first call; both ranks recreate the world as in the README and repeat the call correctly."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    # Both worlds have one store, as under a launcher whose store outlives them; of gloo's own keys each has a prefix.
+    # Both worlds share one store, as with a launcher whose store outlives them; gloo's own keys get a prefix per world.
     port = int(os.environ["TEST_STORE_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     for world in range(3):
@@ -80,19 +80,19 @@ def makes_the_world_anew():
                 y = tdkernels.ag_gemm(x, weight)
                 assert torch.equal(y[:, 0], torch.tensor([4.0, 4.0, 8.0, 8.0], device=y.device)), y
         dist.destroy_process_group()
-    _new_world(dist.PrefixStore("last", store), rank, 2)  # for the pool to take down
+    _new_world(dist.PrefixStore("last", store), rank, 2)  # closed by the pool
 
 
 @pytest.mark.skipif(not ON_CPU, reason="the pool's ranks have a world on their GPUs")
-def test_ranks_meet_in_a_new_world_after_one_had_raised(monkeypatch):
+def test_recreated_world_after_an_error(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TEST_STORE_PORT", str(store.port))
     with fresh_ranks(2) as pool:
-        pool.run(makes_the_world_anew)
+        pool.run(recreate_world)
 
 
-def _survives(ports, results):
-    """Rank 0 of two worlds, between which rank 1 has died."""
+def _surviving_rank(ports, results):
+    """Run as rank 0 in two worlds; rank 1 dies between them."""
     x, weight = ones(value=1.0, where="cpu")
     for world, port in enumerate(ports):
         _new_world(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0, 2)
@@ -106,7 +106,7 @@ def _survives(ports, results):
         dist.destroy_process_group()
 
 
-def _dies_or_replaces(port, dies):
+def _dying_or_replacement_rank(port, dies):
     _new_world(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
     x, weight = ones(value=2.0 + (not dies), where="cpu")
     for _ in range(2):
@@ -116,14 +116,14 @@ def _dies_or_replaces(port, dies):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not ON_CPU, reason="processes of its own, on the CPU")
-def test_a_new_process_takes_the_place_of_a_dead_one():
+@pytest.mark.skipif(not ON_CPU, reason="starts its own processes on the CPU")
+def test_new_process_replaces_a_dead_rank():
     spawn = multiprocessing.get_context("spawn")
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     ports, results = [store.port for store in stores], spawn.Queue()
-    survivor = spawn.Process(target=_survives, args=(ports, results), daemon=True)
-    dead = spawn.Process(target=_dies_or_replaces, args=(ports[0], True), daemon=True)
-    new = spawn.Process(target=_dies_or_replaces, args=(ports[1], False), daemon=True)
+    survivor = spawn.Process(target=_surviving_rank, args=(ports, results), daemon=True)
+    dead = spawn.Process(target=_dying_or_replacement_rank, args=(ports[0], True), daemon=True)
+    new = spawn.Process(target=_dying_or_replacement_rank, args=(ports[1], False), daemon=True)
     for process in (survivor, dead, new):
         process.start()
     assert results.get(timeout=120) == (0, [4.0, 4.0, 8.0, 8.0])
@@ -134,7 +134,7 @@ def test_a_new_process_takes_the_place_of_a_dead_one():
         assert process.exitcode == 0
 
 
-# ---- errors and notes outlive the buffer beside which they were recorded, and name their call ----
+# ---- errors outlive the buffer of their workspace, and name their call ----
 
 
 def dispatch(group, ids, experts=6, rows=2, **options):
@@ -143,29 +143,29 @@ def dispatch(group, ids, experts=6, rows=2, **options):
     return tdkernels.ep_dispatch(x, ids, num_experts=experts, group=group, **options)
 
 
-def grows_after_a_note():
+def grow_after_host_error():
     with a_group() as group:
         dispatch(group, [1, 5], max_tokens=64)
         with host_ahead():
             wrong = [1, 77] if dist.get_rank() == 0 else [1, 5]
-            dispatch(group, wrong, max_tokens=64)  # of which nothing arrives
+            dispatch(group, wrong, max_tokens=64)  # delivers no rows
             counts = get_workspace(group, device(), "ep_counts", across_nodes=True)
             before = counts.buffer
             dispatch(group, [1, 599], experts=600, max_tokens=64)
-            assert counts.buffer is not before, "it has not grown"
+            assert counts.buffer is not before, "the workspace has not grown"
         error = failure_of(tdkernels.synchronize)
         assert type(error) is ValueError, repr(error)
         assert "ep_dispatch: topk_ids of rank 0 are out of range" in str(error)
-        dispatch(group, [1, 5], max_tokens=64)  # and the group goes on
+        dispatch(group, [1, 5], max_tokens=64)  # the group is still usable
         del group
 
 
-def test_a_note_outlives_a_growing_workspace():
-    on_ranks(2, grows_after_a_note)
+def test_host_error_survives_workspace_growth():
+    on_ranks(2, grow_after_host_error)
 
 
-def grows_after_a_failure(real_check):
-    """Two known shapes disagree; then both ranks make a larger call, which grows the workspace."""
+def grow_after_failure(real_check):
+    """Two cached shapes disagree; then both ranks make a larger call, which grows the workspace."""
     rank = dist.get_rank()
     with a_group() as group:
         small, other, large = (Case("ag_gemm", FP32, rows, 4, 8, exact=True) for rows in (5, 6, 90))
@@ -177,7 +177,7 @@ def grows_after_a_failure(real_check):
         end_use = Workspace._end_use
         with host_ahead(), pytest.MonkeyPatch.context() as patch, timeout(20.0):
             failure_of((small if rank == 0 else other).call, group=group, config=config)
-            if real_check:  # the host sees it when it waits for the device to grow
+            if real_check:  # the host sees the failure when it synchronizes in order to grow
 
                 def checks(self):
                     with pytest.MonkeyPatch.context() as inner:
@@ -200,12 +200,12 @@ CHECK = Workspace.check
 
 
 @pytest.mark.parametrize("real_check", [False, True])
-def test_a_failure_outlives_a_growing_workspace(real_check):
-    on_ranks(2, grows_after_a_failure, real_check)
+def test_failure_survives_workspace_growth(real_check):
+    on_ranks(2, grow_after_failure, real_check)
 
 
 def one_rank_fails_before_growing():
-    """Only rank 0 has a failure to report when all ranks grow; the others hear of it at once."""
+    """Only rank 0 has a failure to report when all ranks grow; the other ranks report it without a timeout."""
     rank = dist.get_rank()
     with a_group() as group:
         small, large = (Case("ag_gemm", FP32, rows, 4, 8, exact=True) for rows in (5, 90))
@@ -231,16 +231,16 @@ def one_rank_fails_before_growing():
         del group
 
 
-def test_all_ranks_hear_of_a_failure_that_one_finds_when_they_grow():
+def test_failure_found_while_growing_is_reported_on_all_ranks():
     on_ranks(3, one_rank_fails_before_growing)
 
 
-def names_the_call_of_a_note(captured):
+def check_call_in_host_error(captured):
     rank = dist.get_rank()
     with a_group() as group:
         for rows in (3, 2):
             dispatch(group, [1, 5], rows=rows, max_tokens=64)
-        ids = torch.tensor([[6, 2]] * 3, device=device())  # kept alive: its values are named
+        ids = torch.tensor([[6, 2]] * 3, device=device())  # kept alive: the error shows its values
         x = torch.ones(3, 8, device=device())
         with host_ahead():
             if rank == 0:
@@ -256,16 +256,16 @@ def names_the_call_of_a_note(captured):
         del group
 
 
-def test_a_note_names_the_operands_of_its_own_call():
-    on_ranks(2, names_the_call_of_a_note, False)
+def test_host_error_names_the_operands_of_its_call():
+    on_ranks(2, check_call_in_host_error, False)
 
 
-def raises_a_note_in_a_later_call(operator):
-    """The host of rank 0 sees the note of wrong ids one call earlier than that of rank 1, and goes on calling.
+def raise_host_error_in_later_call(operator):
+    """The host of rank 0 sees the error about wrong ids one call earlier than rank 1, and continues to make calls.
 
-    So it leaves out a call that rank 1 makes: no later call may return what belongs to another one.
+    So rank 0 skips a call that rank 1 makes: no later call may return the result of a different call.
     """
-    call = {"ep_dispatch": _dispatch_of_value, "low-latency": _dispatch_of_few, "tp_moe": _layer_of_value}[operator]
+    call = {"ep_dispatch": _dispatch_value, "low-latency": _dispatch_low_latency, "tp_moe": _tp_moe_value}[operator]
     rank, errors = dist.get_rank(), []
     with a_group() as group, timeout(3.0):
         for _ in range(2):
@@ -278,7 +278,7 @@ def raises_a_note_in_a_later_call(operator):
         with host_ahead() if rank == 1 else contextlib.nullcontext():
             errors.append(failure_of(call, group, 3.0))
         for value in (4.0, 5.0, 6.0):
-            errors.append(failure_of(_make_and_check, call, group, value))
+            errors.append(failure_of(_call_and_check, call, group, value))
         errors = [_without_frames(error) for error in errors if error is not None]
         del group
     if rank == 0:
@@ -290,18 +290,18 @@ def raises_a_note_in_a_later_call(operator):
         assert isinstance(errors[-1], PeerTimeoutError), errors
 
 
-def _make_and_check(call, group, value):
+def _call_and_check(call, group, value):
     call(group, value)()
 
 
-def _rows_of(value, wrong):
+def _rows_with_value(value, wrong):
     ids = torch.tensor([[0, 77 if wrong else 5]] * 2, device=device())
     return torch.full((2, 8), value, device=device()), ids
 
 
-def _dispatch_of_value(group, value, wrong=False, **bounds):
-    """Make a call; return a function that checks its result."""
-    x, ids = _rows_of(value, wrong)
+def _dispatch_value(group, value, wrong=False, **bounds):
+    """Make a dispatch; return a function that checks its result."""
+    x, ids = _rows_with_value(value, wrong)
     recv, _ = tdkernels.ep_dispatch(x, ids, num_experts=6, group=group, **(bounds or {"max_tokens": 64}))
 
     def check():
@@ -312,12 +312,12 @@ def _dispatch_of_value(group, value, wrong=False, **bounds):
     return check
 
 
-def _dispatch_of_few(group, value, wrong=False):
-    return _dispatch_of_value(group, value, wrong, max_tokens_per_rank=4)
+def _dispatch_low_latency(group, value, wrong=False):
+    return _dispatch_value(group, value, wrong, max_tokens_per_rank=4)
 
 
-def _layer_of_value(group, value, wrong=False):
-    x, ids = _rows_of(value, wrong)
+def _tp_moe_value(group, value, wrong=False):
+    x, ids = _rows_with_value(value, wrong)
     weights, w_gate_up = torch.ones(2, 2, device=device()), torch.ones(6, 4, 8, device=device())
     y = tdkernels.tp_moe(x, ids, weights, w_gate_up, torch.ones(6, 8, 4, device=device()), activation=None, group=group)
 
@@ -329,17 +329,17 @@ def _layer_of_value(group, value, wrong=False):
 
 
 @pytest.mark.parametrize("operator", ["ep_dispatch", "low-latency", "tp_moe"])
-def test_a_note_that_is_raised_in_a_later_call_breaks_the_group(operator):
-    on_ranks(2, raises_a_note_in_a_later_call, operator)
+def test_host_error_raised_in_a_later_call_breaks_the_group(operator):
+    on_ranks(2, raise_host_error_in_later_call, operator)
 
 
-def raises_while_receiving():
-    """Rank 1 has no memory when it receives a dispatch; what it does next must not pair with another call."""
+def raise_while_receiving():
+    """Rank 1 runs out of memory when it receives a dispatch; its next call must not be paired with another one."""
     rank = dist.get_rank()
     with a_group() as group, timeout(3.0), torch.no_grad():
         errors = []
         for number in range(5):
-            x, ids = _rows_of(float(number), False)
+            x, ids = _rows_with_value(float(number), False)
             sent = None
             try:
                 sent = tdkernels.ep_dispatch_send(x, ids, num_experts=6, max_tokens=64, group=group)
@@ -362,7 +362,7 @@ def raises_while_receiving():
 
 
 def test_an_exception_while_receiving_breaks_the_group():
-    on_ranks(2, raises_while_receiving)
+    on_ranks(2, raise_while_receiving)
 
 
 # ---- exceptions in the middle of a call ----
@@ -373,7 +373,7 @@ class Interrupt(Exception):
 
 
 def _without_frames(error):
-    """A copy of an error; the frames of the original hold the group, whose errors would come up in later tests."""
+    """Return a copy of ``error``; the frames of the original keep the group alive, and later tests would report it."""
     copy = pickle.loads(pickle.dumps(error))
     for link in (error, error.__cause__, error.__context__):
         if link is not None:
@@ -381,13 +381,13 @@ def _without_frames(error):
     return copy
 
 
-def _notifies_and_raises(notify, *args, **kwargs):
+def _notify_and_raise(notify, *args, **kwargs):
     notify(*args, **kwargs)
     raise Interrupt("a signal handler")
 
 
-def raises_in_a_kernel():
-    """An exception ends a kernel of rank 1 after it has sent a part; the caller goes on."""
+def raise_in_kernel():
+    """An exception ends a kernel of rank 1 after it has sent part of its data; the caller continues."""
     rank = dist.get_rank()
     with a_group() as group, timeout(3.0):
         outcomes = []
@@ -395,11 +395,11 @@ def raises_in_a_kernel():
             x, weight = ones(value=float(number + 1))
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 1 and number == 2:
-                    patch.setattr(td, "notify", partial(_notifies_and_raises, td.notify))
+                    patch.setattr(td, "notify", partial(_notify_and_raise, td.notify))
                 try:
                     y = tdkernels.ag_gemm(x, weight, group=group, config=tdkernels.AgGemmConfig(transport="push"))
                     assert torch.equal(y, torch.full_like(y, 4.0 * (number + 1))), f"call {number} is wrong: {y}"
-                    outcomes.append(None)  # right
+                    outcomes.append(None)  # correct
                 except Exception as error:
                     outcomes.append(_without_frames(error))
         del group
@@ -414,7 +414,7 @@ def raises_in_a_kernel():
 
 @pytest.mark.skipif(not ON_CPU, reason="an exception cannot end a kernel on a GPU")
 def test_an_exception_in_a_kernel_breaks_the_group():
-    on_ranks(2, raises_in_a_kernel)
+    on_ranks(2, raise_in_kernel)
 
 
 def _operands():
@@ -427,7 +427,7 @@ def _compiled_tp_moe(group):
     return torch.ops.tdkernels.tp_moe(*_operands(), "swiglu", False, group.group_name, "")[0]
 
 
-def _gradient_of_weights(group):
+def _weight_gradient(group):
     recv, handle = dispatch(group, [1, 5])
     weights = torch.ones(2, 2, device=device(), requires_grad=True)
     tdkernels.ep_combine(recv.x, handle, weights, group=group).sum().backward()
@@ -441,20 +441,20 @@ def _no_memory(*args, **kwargs):
 _combine = CountedRouting.combine
 
 
-def _no_memory_for_numbers(*args, row_numbers=None, **kwargs):
+def _no_memory_for_row_numbers(*args, row_numbers=None, **kwargs):
     return _combine(*args, **kwargs) if row_numbers is None else _no_memory()
 
 
-CALLS = {  # each with what has no memory in it, after its first launch
+CALLS = {  # call; the function that runs out of memory in it, after its first launch
     "ep_dispatch": (lambda group: dispatch(group, [1, 5])[0].x, ep_launch, "prepare_dispatch", _no_memory),
-    "ep_combine backward": (_gradient_of_weights, CountedRouting, "combine", _no_memory_for_numbers),
+    "ep_combine backward": (_weight_gradient, CountedRouting, "combine", _no_memory_for_row_numbers),
     "tp_moe": (lambda group: tdkernels.tp_moe(*_operands(), group=group), routing, "_tile", _no_memory),
     "compiled tp_moe": (_compiled_tp_moe, routing, "_tile", _no_memory),
 }
 
 
-def raises_between_launches(operator):
-    """No memory for an output of rank 1, after the first launch of a call has sent something."""
+def raise_between_launches(operator):
+    """Rank 1 runs out of memory for an output after the first launch of a call has sent data."""
     call, where, name, fails = CALLS[operator]
     with a_group() as group:
         expected = [call(group) for _ in range(2)][-1]
@@ -467,7 +467,7 @@ def raises_between_launches(operator):
                         patch.setattr(where, name, fails)
                     try:
                         result = call(group)
-                        tdkernels.synchronize()  # on a GPU the error comes here
+                        tdkernels.synchronize()  # on a GPU this call raises the error
                         assert torch.equal(result, expected), "a wrong result"
                     except (RuntimeError, ValueError) as error:
                         errors.append(_without_frames(error))
@@ -482,14 +482,14 @@ def raises_between_launches(operator):
 
 @pytest.mark.parametrize("operator", list(CALLS))
 def test_an_exception_between_launches_breaks_the_group(operator):
-    on_ranks(2, raises_between_launches, operator)
+    on_ranks(2, raise_between_launches, operator)
 
 
 # ---- plan ids ----
 
 
-def has_plans_a_byte_apart():
-    """Shapes whose plan ids differ by 256, which took the same id when ids had 8 bits."""
+def use_plan_ids_256_apart():
+    """Two shapes whose plan ids differ by 256, which would be equal modulo 8 bits."""
     with a_group() as group:
         cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
         config = config_for(cases[0], transport="push")
@@ -507,10 +507,10 @@ def has_plans_a_byte_apart():
 
 
 def test_plan_ids_have_more_than_eight_bits():
-    on_ranks(2, has_plans_a_byte_apart)
+    on_ranks(2, use_plan_ids_256_apart)
 
 
-def uses_up_its_plans():
+def exhaust_plan_ids():
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "max_plans", 4)
         cases = [Case("gemm_rs", FP32, rows, 3, 7, exact=True, seed=rows) for rows in range(4, 24, 2)]
@@ -524,15 +524,15 @@ def uses_up_its_plans():
         del group
 
 
-def test_plan_ids_that_are_used_up_are_agreed_upon_anew():
-    on_ranks(2, uses_up_its_plans)
+def test_exhausted_plan_ids_are_reassigned():
+    on_ranks(2, exhaust_plan_ids)
 
 
 # ---- several groups on a device ----
 
 
-def computes_with_what_another_group_lacks():
-    """Rank 1 has no result of group A, since rank 0 stays away, and hands it to group B before it looks."""
+def use_missing_result_of_another_group():
+    """Rank 0 is missing in group A; rank 1 passes the missing result to group B before it checks for errors."""
     rank = dist.get_rank()
     with a_group([0, 1]) as first, a_group([1, 2]) as second:
         if rank < 2:
@@ -558,41 +558,41 @@ def computes_with_what_another_group_lacks():
             assert isinstance(error, PeerTimeoutError) and error.peer == 0, repr(error)  # rank 0 of that group
         del config
         dist.barrier()
-        # A group of which no launch came behind the failure goes on.
+        # A group without launches after the failure is still usable.
         y = tdkernels.ag_gemm(*ones())
         assert torch.equal(y[::2, 0].cpu(), torch.tensor([4.0, 8.0, 12.0]))
         del first, second
 
 
-def test_no_group_of_a_device_announces_what_another_could_not_compute():
-    on_ranks(3, computes_with_what_another_group_lacks)
+def test_missing_result_of_one_group_is_not_sent_by_another():
+    on_ranks(3, use_missing_result_of_another_group)
 
 
-# ---- launches of one workspace in flight together ----
+# ---- concurrent launches of one workspace ----
 
 
-def finds_another_launch_in_flight():
+def detect_concurrent_launch():
     with a_group() as group:
         x, weight = ones()
         config = tdkernels.AgGemmConfig(transport="push")
         for _ in range(2):
             tdkernels.ag_gemm(x, weight, group=group, config=config)
         workspace = get_workspace(group, device(), "ag_gemm", across_nodes=True)
-        workspace.state[words.STATE_STARTED.value] = 3  # as programs of another launch leave it
+        workspace.state[context.STATE_STARTED.value] = 3  # the value while programs of another launch run
         error = failure_of(tdkernels.ag_gemm, x, weight, group=group, config=config)
         assert type(error) is RuntimeError and "in flight together" in str(error), repr(error)
         del group
 
 
-def test_launches_in_flight_together_are_reported():
-    on_ranks(2, finds_another_launch_in_flight)
+def test_concurrent_launches_are_reported():
+    on_ranks(2, detect_concurrent_launch)
 
 
-# ---- errors are those of the failure at hand ----
+# ---- the reported error is the cause ----
 
 
-def raises_beside_copies():
-    """An exception between the copies of a gather is what the caller sees, not the error that later calls get."""
+def raise_during_copies():
+    """An exception between the copies of a gather is raised as it is, not replaced by the error of later calls."""
     with a_group() as group, timeout(5.0):
         x = torch.full((6, 4), dist.get_rank() + 1.0, device=device())
         config = tdkernels.CollectiveConfig(exchange="copy_engine")
@@ -608,12 +608,12 @@ def raises_beside_copies():
         del group
 
 
-def test_an_exception_beside_copies_is_raised_as_it_is():
-    on_ranks(2, raises_beside_copies)
+def test_exception_during_copies_is_raised_unchanged():
+    on_ranks(2, raise_during_copies)
 
 
-def has_an_old_failure_and_a_new_one():
-    """Only the failure that was not reported yet is the cause of void launches."""
+def report_old_and_new_failure():
+    """Only a failure that was not reported before is the cause of void launches."""
     device_failure = DeviceFailure(torch.device("cpu"))
     old, new, void = (SimpleNamespace(error=None, is_void=False, read=lambda source: None) for _ in range(3))
     old.error = RuntimeError("reported long ago")
@@ -624,11 +624,11 @@ def has_an_old_failure_and_a_new_one():
     assert str(device_failure.report()) == "just now" and [str(cause) for cause in causes] == ["just now"]
 
 
-def test_a_failure_that_was_reported_is_not_the_cause_of_a_later_one():
-    has_an_old_failure_and_a_new_one()
+def test_reported_failure_is_not_the_cause_of_a_later_one():
+    report_old_and_new_failure()
 
 
-def leaves_no_keys():
+def check_store_keys():
     with a_group() as group:
         state = group_state(group)
         for turn in range(3):
@@ -638,9 +638,9 @@ def leaves_no_keys():
         for turn in range(20):
             state.exchange("op", str(turn))
         dist.barrier()
-        assert state._store.num_keys() <= before, "each agreement leaves keys in the store"
+        assert state._store.num_keys() <= before, "each consensus check leaves keys in the store"
         del group, state
 
 
-def test_agreements_leave_no_keys_in_the_store():
-    on_ranks(2, leaves_no_keys)
+def test_consensus_checks_leave_no_keys_in_the_store():
+    on_ranks(2, check_store_keys)

@@ -1,4 +1,4 @@
-"""Importing tdkernels asks for nothing, starts nothing and takes no time worth mentioning beside torch and triton."""
+"""Importing tdkernels is quiet, initializes nothing, and takes little time compared with torch and triton."""
 
 import ast
 import inspect
@@ -30,14 +30,14 @@ print(json.dumps({
     "tools": [name for name in ("rich", "platformdirs", "matplotlib", "pynvml") if name in set(sys.modules) - before],
 }))
 """
-# What another job, or torchrun, may have set.
+# Variables that another job or torchrun may have set.
 UNSET = ("TRITON_INTERPRET", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def test_import_is_quiet_and_quick():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TDKERNELS_") and name not in UNSET}
     seconds = []
-    for _ in range(3):  # the first may have to compile bytecode, and any may meet a busy machine
+    for _ in range(3):  # the first run may compile bytecode, and the machine may be busy
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=env)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -48,7 +48,7 @@ def test_import_is_quiet_and_quick():
     assert min(seconds) < 0.3, f"import tdkernels took {seconds} s beyond torch and triton"
 
 
-# Another Triton: of an untested version, or without what is patched in its interpreter.
+# Another Triton: an untested version, or one without the functions that tdkernels patches in its interpreter.
 OTHER_TRITONS = {
     "another version": "triton.__version__ = '3.999.0'",
     "no patched functions": "del interpreter._get_np_dtype, interpreter._patch_lang_tensor",
@@ -87,7 +87,7 @@ def test_import_with_another_triton(change, tmp_path):
 
 
 def test_type_checkers_see_all_names():
-    """The imports under TYPE_CHECKING, the table of public names and __all__ are the same."""
+    """The imports under TYPE_CHECKING, the table of public names and __all__ agree."""
     tree = ast.parse((ROOT / "tdkernels" / "__init__.py").read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {(node.module, alias.name) for node in block.body for alias in node.names}

@@ -1,7 +1,7 @@
-"""RankPool, and the layer over it that the other tests use.
+"""RankPool, and the helpers over it in tests/support/ranks.py.
 
-These start pools with device="cpu" wherever they test the pool and not the ranks' GPUs, and count for nothing under the
-rule of conftest.py: they run no operator.
+Tests of the pool itself use device="cpu". They run no operator, so they do not count as multi-rank runs for the rule in
+conftest.py.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ def gone(pids, within_s=10.0):
 
 
 def listening():
-    """{socket: (address, port)} on which this process listens, as /proc/net/tcp and tcp6 show them."""
+    """Return {socket: (address, port)} of the listening sockets of this process, from /proc/net/tcp and tcp6."""
     own = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             own.add(os.readlink(f"/proc/self/fd/{fd}"))
     found = {}
     for table in ("tcp", "tcp6"):
@@ -53,14 +53,14 @@ def listening():
     return found
 
 
-# ---- what the ranks run ----
+# ---- functions that the ranks run ----
 
 
-def who(a, *, b):
+def rank_info(a, *, b):
     return dist.get_rank(), dist.get_world_size(), os.getpid(), a, b
 
 
-def where():
+def rank_environment():
     env = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     return str(rank_device()), torch.get_num_threads(), os.environ.get("NCCL_NVLS_ENABLE"), env
 
@@ -77,42 +77,42 @@ def raise_on(bad, error):
     return dist.get_rank()
 
 
-class NeedsTwo(Exception):
+class TwoArgumentError(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
 
 
-def raise_what_does_not_pickle():
-    raise NeedsTwo("this", "that")
+def raise_unpicklable():
+    raise TwoArgumentError("this", "that")
 
 
-def return_what_does_not_pickle():
+def return_unpicklable():
     return lambda: None
 
 
 def raise_instead_of_a_collective():
     if dist.get_rank() == 1:
-        raise KeyError("not in the mood")
+        raise KeyError("injected error")
     dist.barrier()
 
 
 def raise_after_starting_a_collective():
     if dist.get_rank() == 1:
-        raise KeyError("not in the mood")
+        raise KeyError("injected error")
     dist.all_reduce(torch.ones(2), async_op=True)
 
 
-def die(bad, how):
+def die(bad, die_with):
     if dist.get_rank() == bad:
-        how(os.getpid())
+        die_with(os.getpid())
     return dist.get_rank()
 
 
-def by_sigkill(pid):
+def kill_self(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def by_exit(pid):
+def exit_self(pid):
     os._exit(3)
 
 
@@ -150,15 +150,15 @@ def pool():
             yield pool
 
 
-def test_results_come_in_rank_order(pool):
-    assert pool.run(who, 1, b=[2]) == [(0, 2, pool.pids[0], 1, [2]), (1, 2, pool.pids[1], 1, [2])]
+def test_results_are_in_rank_order(pool):
+    assert pool.run(rank_info, 1, b=[2]) == [(0, 2, pool.pids[0], 1, [2]), (1, 2, pool.pids[1], 1, [2])]
 
 
-def test_ranks_stay_from_run_to_run(pool):
-    assert pool.run(who, None, b=None) == pool.run(who, None, b=None)
+def test_ranks_are_reused_between_runs(pool):
+    assert pool.run(rank_info, None, b=None) == pool.run(rank_info, None, b=None)
 
 
-def test_tensors_travel_by_value_and_the_group_works(pool):
+def test_tensors_are_copied_and_the_group_works(pool):
     x = torch.arange(5.0)
     for y in pool.run(all_reduced, x):
         assert torch.equal(y, 3 * x)
@@ -170,8 +170,8 @@ def test_large_arguments_and_results(pool):
     assert all(torch.equal(y, 3 * x) for y in pool.run(all_reduced, x))
 
 
-def test_environment_is_inherited_but_for_the_words_of_torchrun(pool):
-    for rank, (device, threads, nvls, env) in enumerate(pool.run(where)):
+def test_environment_is_inherited_except_torchrun_variables(pool):
+    for rank, (device, threads, nvls, env) in enumerate(pool.run(rank_environment)):
         assert (device, threads, nvls) == ("cpu", 1, "0")
         assert env == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
@@ -188,46 +188,46 @@ def test_exception_keeps_rank_type_and_traceback(pool):
     assert pool.run(raise_on, [], None) == [0, 1]
 
 
-def test_one_traceback_for_ranks_that_fail_alike(pool):
+def test_equal_tracebacks_are_merged(pool):
     with pytest.raises(RankError, match=r"(?s)2 of 2 ranks failed.*\[rank 0, 1\] Traceback") as info:
         pool.run(raise_on, [0, 1], ValueError("odd shape"))
     assert str(info.value).count("Traceback") == 1
     assert [type(e) for e in info.value.exceptions] == [ValueError, ValueError]
 
 
-def test_exception_that_does_not_pickle(pool):
-    with pytest.raises(RankError, match="NeedsTwo: this and that") as info:
-        pool.run(raise_what_does_not_pickle)
-    assert type(info.value.exceptions[0]) is RuntimeError and "NeedsTwo" in str(info.value.exceptions[0])
+def test_unpicklable_exception(pool):
+    with pytest.raises(RankError, match="TwoArgumentError: this and that") as info:
+        pool.run(raise_unpicklable)
+    assert type(info.value.exceptions[0]) is RuntimeError and "TwoArgumentError" in str(info.value.exceptions[0])
     assert pool.run(raise_on, [], None) == [0, 1]
 
 
-def test_result_that_does_not_pickle(pool):
+def test_unpicklable_result(pool):
     with pytest.raises(RankError, match="lambda"):
-        pool.run(return_what_does_not_pickle)
+        pool.run(return_unpicklable)
     assert pool.run(raise_on, [], None) == [0, 1]
 
 
-def test_exit_is_an_exception_like_any_other(pool):
+def test_exit_is_reported_as_an_exception(pool):
     with pytest.raises(RankError) as info:
         pool.run(print_and_exit, "enough")
     assert [type(e) for e in info.value.exceptions] == [SystemExit, SystemExit]
     assert pool.usable
 
 
-def test_function_without_a_name_is_refused_before_anything_runs(pool):
+def test_unpicklable_function_is_rejected_before_the_run(pool):
     with pytest.raises(Exception, match="pickle|local object"):
         pool.run(lambda: None)
     assert pool.run(raise_on, [], None) == [0, 1]
 
 
 def test_two_pools_at_once(pool):
-    assert run_ranks(1, who, 5, b=6, device="cpu")[0][3:] == (5, 6)
+    assert run_ranks(1, rank_info, 5, b=6, device="cpu")[0][3:] == (5, 6)
     assert pool.run(raise_on, [], None) == [0, 1]
 
 
 def test_the_store_listens_on_loopback_only(pool):
-    """Each pool has one listening socket, on 127.0.0.1, which goes with the pool."""
+    """Each pool has one listening socket, on 127.0.0.1, which is closed with the pool."""
     before = listening()
     with RankPool(2, "cpu", timeout_s=60) as other:
         added = {socket: at for socket, at in listening().items() if socket not in before}
@@ -240,7 +240,7 @@ def test_the_store_listens_on_loopback_only(pool):
     assert (("0100007F", pool._store.port)) in before.values()
 
 
-# ---- a pool that breaks, each in its own way ----
+# ---- pools that break ----
 
 
 @pytest.fixture
@@ -261,20 +261,20 @@ def assert_unusable(pool, why):
     assert not pool.usable
     assert gone(pool.pids)
     with pytest.raises(RuntimeError, match=f"cannot be used any more: .*{why}"):
-        pool.run(who, 1, b=2)
+        pool.run(rank_info, 1, b=2)
 
 
-@pytest.mark.parametrize("how, words", [(by_sigkill, "was killed by SIGKILL"), (by_exit, "exited with code 3")])
-def test_dead_rank(start, how, words):
+@pytest.mark.parametrize("die_with, message", [(kill_self, "was killed by SIGKILL"), (exit_self, "exited with code 3")])
+def test_dead_rank(start, die_with, message):
     pool = start(2, "cpu", timeout_s=60)
     began = time.monotonic()
-    with pytest.raises(RankError, match=words) as info:
-        pool.run(die, 1, how)
+    with pytest.raises(RankError, match=message) as info:
+        pool.run(die, 1, die_with)
     assert time.monotonic() - began < 15
     assert info.value.rank == 1
     assert type(info.value.exceptions[1]) is ChildProcessError
     assert info.value.exceptions[0] is None and info.value.results == [0, None]  # a survivor's result is kept
-    assert_unusable(pool, words)
+    assert_unusable(pool, message)
 
 
 def test_rank_that_died_between_two_runs(start):
@@ -302,25 +302,25 @@ def test_timeout(start, capfd):
         pool.run(sleep_on, 1, 600)
     assert info.value.rank == 1 and info.value.results == [0, None]
     assert type(info.value.exceptions[1]) is TimeoutError
-    assert "in sleep_on" in capfd.readouterr().err  # where it hung
+    assert "in sleep_on" in capfd.readouterr().err  # the stack of the hang
     assert_unusable(pool, "rank 1 had not returned")
 
 
-def test_rank_left_waiting_by_one_that_raised(start):
+def test_rank_waiting_for_one_that_raised(start):
     pool = start(2, "cpu", timeout_s=60, grace_s=1)
     began = time.monotonic()
-    with pytest.raises(RankError, match="not in the mood") as info:
+    with pytest.raises(RankError, match="injected error") as info:
         pool.run(raise_instead_of_a_collective)
     assert time.monotonic() - began < 15
-    assert info.value.rank == 1  # the cause, not the one that waited
+    assert info.value.rank == 1  # the cause, not the rank that waited for it
     assert [type(e) for e in info.value.exceptions] == [TimeoutError, KeyError]
     assert_unusable(pool, "after rank 1 failed")
 
 
 def test_ranks_out_of_step_are_not_used_again(start, monkeypatch):
-    monkeypatch.setattr("tdkernels.launch._CHECK_TIMEOUT_S", 2.0)  # all of which passes: they never meet
+    monkeypatch.setattr("tdkernels.launch._CHECK_TIMEOUT_S", 2.0)  # the check runs into this timeout
     pool = start(2, "cpu", timeout_s=60)
-    with pytest.raises(RankError, match="not in the mood"):
+    with pytest.raises(RankError, match="injected error"):
         pool.run(raise_after_starting_a_collective)
     assert_unusable(pool, "out of step")
 
@@ -332,7 +332,7 @@ def test_interrupted_run(start):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    left = signal.alarm(0)  # pytest-timeout's
+    left = signal.alarm(0)  # the alarm of pytest-timeout
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
@@ -343,7 +343,7 @@ def test_interrupted_run(start):
     assert_unusable(pool, "KeyboardInterrupt")
 
 
-def test_close_leaves_nothing_and_may_be_repeated():
+def test_close_frees_everything_and_is_idempotent():
     with RankPool(2, "cpu", timeout_s=60) as pool:
         assert all(map(running, pool.pids))
     assert_unusable(pool, "it is closed")
@@ -369,7 +369,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path):
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(running, pids))
-        time.sleep(0.3)  # into the run
+        time.sleep(0.3)  # until the ranks have started to run
         parent.kill()
     assert gone(pids)
 
@@ -404,19 +404,19 @@ def test_on_ranks_keeps_its_pool_until_it_breaks(monkeypatch):
     monkeypatch.setattr(ranks, "multi_rank_runs", 0)
     monkeypatch.setattr(ranks, "_pools", {})
     try:
-        first = ranks.on_ranks(2, who, 1, b=2)
+        first = ranks.on_ranks(2, rank_info, 1, b=2)
         assert ranks.multi_rank_runs == 1
-        assert ranks.on_ranks(2, who, 1, b=2) == first
+        assert ranks.on_ranks(2, rank_info, 1, b=2) == first
         assert ranks.on_ranks(2, my_device) == [(2.0, "cpu" if pick_device(ranks.ASKED, 2) == "cpu" else "cuda")] * 2
         with pytest.raises(RankError):
-            ranks.on_ranks(2, die, 0, by_exit)
-        assert ranks.on_ranks(2, who, 1, b=2) != first
+            ranks.on_ranks(2, die, 0, exit_self)
+        assert ranks.on_ranks(2, rank_info, 1, b=2) != first
     finally:
         ranks.close_all()
 
 
-class PoolOfNoRanks:
-    """In the place of a RankPool, where only the pools count."""
+class PoolWithoutRanks:
+    """Stand-in for RankPool without ranks."""
 
     def __init__(self, world_size, *_, **__):
         self.world_size, self.usable = world_size, True
@@ -428,36 +428,36 @@ class PoolOfNoRanks:
         self.usable = False
 
 
-def test_on_ranks_closes_the_pools_that_were_used_longest_ago(monkeypatch):
+def test_on_ranks_closes_the_least_recently_used_pools(monkeypatch):
     monkeypatch.setattr(ranks, "multi_rank_runs", 0)
-    monkeypatch.setattr(ranks, "RankPool", PoolOfNoRanks)
-    for most, kept in ((sys.maxsize, [1, 2, 3, 4]), (2, [3, 4])):
+    monkeypatch.setattr(ranks, "RankPool", PoolWithoutRanks)
+    for max_pools, kept in ((sys.maxsize, [1, 2, 3, 4]), (2, [3, 4])):
         monkeypatch.setattr(ranks, "_pools", {})
-        monkeypatch.setattr(ranks, "_MOST_POOLS", most)
-        pools = [ranks.on_ranks(size, who) for size in (1, 2, 3, 1, 3, 4)]
+        monkeypatch.setattr(ranks, "_MAX_POOLS", max_pools)
+        pools = [ranks.on_ranks(size, rank_info) for size in (1, 2, 3, 1, 3, 4)]
         assert list(ranks._pools) == sorted(kept, key=[2, 1, 3, 4].index)
         assert {pool.world_size for pool in pools if pool.usable} == set(kept)
-        assert pools[4] is pools[2], "it was among the last two"
-        assert (pools[3] is pools[0]) == (most > 2)
+        assert pools[4] is pools[2], "the pool was among the last two"
+        assert (pools[3] is pools[0]) == (max_pools > 2)
 
 
-def test_collectives_of_host_tensors_are_torchs():
-    """Also where those of GPU tensors go by way of the host: who starts one has not waited for it."""
+def test_collectives_of_host_tensors_are_unchanged():
+    """Collectives of host tensors are unchanged, even if those of GPU tensors go through the host."""
 
     def collective(*args, **kwargs):
         return args, kwargs
 
     x = torch.ones(2)
-    by_host = host_collectives._by_host(collective)
+    through_host = host_collectives._through_host(collective)
     for args, kwargs in (((x,), {"async_op": True}), (([x, x],), {"tensor": x, "group": None})):
-        assert by_host(*args, **kwargs) == (args, kwargs)
+        assert through_host(*args, **kwargs) == (args, kwargs)
 
 
-def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
+def test_too_few_gpus_skips_without_counting(monkeypatch):
     monkeypatch.setattr(ranks, "multi_rank_runs", 0)
     monkeypatch.setattr(ranks, "ASKED", "cuda")
     with pytest.raises(pytest.skip.Exception, match="10000 GPUs"):
-        ranks.on_ranks(10000, who)
+        ranks.on_ranks(10000, rank_info)
     assert ranks.multi_rank_runs == 0
 
 
@@ -467,8 +467,8 @@ def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
         (1, [], "", False),
         (2, [], "", True),
         (0, ["tests"], "", False),
-        (0, ["tests/test_one.py"], "", True),  # whoever picks a file does not ask for everything
-        (0, ["-k", "one"], "true", False),  # CI does
+        (0, ["tests/test_one.py"], "", True),  # a single file need not run several ranks
+        (0, ["-k", "one"], "true", False),  # in CI the rule always applies
     ],
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
@@ -489,6 +489,6 @@ def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passe
     assert "1 passed" in done.stdout
 
 
-def test_a_lambda_is_rejected_with_the_rule():
+def test_lambda_is_rejected():
     with RankPool(1, "cpu") as pool, pytest.raises(TypeError, match="must be a function of a module, not a lambda"):
         pool.run(lambda: 1)

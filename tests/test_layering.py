@@ -1,4 +1,4 @@
-"""Imports follow the layers, have no cycles, and leave the internals of operators alone.
+"""Imports follow the layers, have no cycles, and do not reach into the internals of operators.
 
 A module may import modules of its own package and of lower layers. Imports inside functions count, too.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# From the bottom to the top. Packages in one row do not import each other.
+# From the bottom to the top. Packages in one row must not import each other.
 LAYERS = [
     ("errors", "exports", "launch", "model_shapes", "caches", "rounding"),
     ("lang",),
@@ -20,19 +20,19 @@ LAYERS = [
     ("ops.dense", "ops.attention", "ops.experts.grouped_gemm"),
     ("ops.experts.dispatch",),
     ("ops.experts.ep_moe", "ops.experts.tp_moe"),
-    ("", "ops"),  # tdkernels itself, whose names are public
+    ("", "ops"),  # tdkernels itself, which exports the public names
     ("nn", "trace", "sanitizer"),
     ("cli",),
     ("__main__",),
 ]
-# The race checker observes interpreter, network and collectives from inside; tdkernels itself exports names.
-MAY_SEE_INTERNALS = ("sanitizer", "")
-# What an operator's package shows to other families; in its own family all of it is shown.
-SHOWN = {"op", "config", "reference"}
+# The race checker instruments the interpreter, the network and collectives; tdkernels itself exports names.
+MAY_IMPORT_INTERNALS = ("sanitizer", "")
+# The modules of an operator's package that other families may import; its own family may import all of them.
+EXPORTED = {"op", "config", "reference"}
 
 
 def modules():
-    """{name: file} of all modules of the package."""
+    """Return {name: file} of all modules of the package."""
     found = {}
     for file in sorted((ROOT / "tdkernels").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -44,7 +44,7 @@ MODULES = modules()
 
 
 def imports(name):
-    """The modules of ours that a module imports, as {name: line}."""
+    """Return the modules of the package that a module imports, as {name: line}."""
     found = {}
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
@@ -58,7 +58,7 @@ def imports(name):
 
 
 def layer(name):
-    """(number of the layer, the package) of a module: of the packages that hold it, the innermost."""
+    """Return (number of the layer, package) of a module; the innermost package that contains it counts."""
     name = name.partition(".")[2]
     places = [
         (number, package) for number, packages in enumerate(LAYERS) for package in packages
@@ -69,7 +69,7 @@ def layer(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_lower_layers_only(name):
+def test_modules_import_only_lower_layers(name):
     own = layer(name)
     for other, line in imports(name).items():
         theirs = layer(other)
@@ -95,28 +95,28 @@ def test_no_cycles():
 
 
 def family(name):
-    """The family of operators that a module belongs to, or None."""
+    """Return the family of operators that a module belongs to, or None."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["tdkernels", "ops"] and len(parts) > 3 else None
 
 
 def is_internal(name):
-    """Whether a module is internal to an operator's package."""
+    """Return whether a module is internal to an operator's package."""
     parts = name.split(".")
-    return family(name) is not None and len(parts) > 4 and parts[-1] not in SHOWN
+    return family(name) is not None and len(parts) > 4 and parts[-1] not in EXPORTED
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_internals_of_an_operator_stay_in_its_family(name):
-    if layer(name)[1] in MAY_SEE_INTERNALS:
+def test_internals_of_an_operator_are_used_only_in_its_family(name):
+    if layer(name)[1] in MAY_IMPORT_INTERNALS:
         return
     for other, line in imports(name).items():
-        shown = not is_internal(other) or family(other) == family(name)
-        assert shown, f"{name}, line {line} imports {other}, which is internal to its operator"
+        allowed = not is_internal(other) or family(other) == family(name)
+        assert allowed, f"{name}, line {line} imports {other}, which is internal to its operator"
 
 
-def test_kernels_are_in_files_of_their_own():
-    """A launcher defines no kernel, and a file of kernels imports nothing that runs on the host."""
+def test_kernels_are_in_separate_files():
+    """A launcher defines no kernel, and a file of kernels imports no host code."""
     for name, file in MODULES.items():
         if family(name) is None:
             continue

@@ -1,20 +1,20 @@
-"""Every operator on more ranks than the other tests have: an odd number, and as many as a host has GPUs."""
+"""Every operator on more ranks than in other tests: an odd number, and the number of GPUs of a host."""
 
 import pytest
 
 from tests.ops.attention.ag_attention import cases as attention
-from tests.ops.attention.ag_attention.oracle import many as of_many_shards
+from tests.ops.attention.ag_attention.oracle import enlarge as of_many_shards
 from tests.ops.attention.ag_attention.test_ag_attention import SPECS as ATTENTION
 from tests.ops.attention.flash_decode import cases as decoding
-from tests.ops.attention.flash_decode.oracle import many as of_many_sequences
+from tests.ops.attention.flash_decode.oracle import enlarge as of_many_sequences
 from tests.ops.attention.flash_decode.test_flash_decode import SPECS as DECODE
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.test_ulysses import SPECS as ULYSSES
 from tests.ops.collectives import cases as collective
-from tests.ops.collectives.test_collectives import WAYS
+from tests.ops.collectives.test_collectives import VARIANTS
 from tests.ops.dense import cases as dense
 from tests.ops.dense.test_dense import CONFIGS as DENSE
-from tests.ops.dense.test_dense import HASTY
+from tests.ops.dense.test_dense import TIMING_SENSITIVE
 from tests.ops.experts.dispatch import all_to_all_cases, low_latency_cases
 from tests.ops.experts.dispatch import cases as expert_parallel
 from tests.ops.experts.dispatch.test_all_to_all import BITS
@@ -27,19 +27,19 @@ from tests.support.simulated_nodes import thorough
 
 UNEVEN = [3, 0, 7, 1, 2, 5, 0, 4]  # tokens of ranks
 
-# CPU ranks that share few cores take long to begin: usually they are asked the first config of each at 8.
+# CPU ranks share few cores and are slow to start: by default only the first config of each test runs, on 8 ranks.
 each_size = pytest.mark.parametrize("world_size", [8, pytest.param(5, marks=thorough)])
 
 
 def first(cases):
-    """The cases, of which all but the first are left to those who ask for all."""
+    """Return the cases; all but the first are marked ``thorough``."""
     others = (case if isinstance(case, tuple) else (case,) for case in cases[1:])
     return [cases[0], *(pytest.param(*case, marks=thorough) for case in others)]
 
 
 @each_size
 @pytest.mark.parametrize("operator, config", [
-    case for name in HASTY for case in first([(name, config) for config in HASTY[name]])
+    case for name in TIMING_SENSITIVE for case in first([(name, config) for config in TIMING_SENSITIVE[name]])
 ])
 def test_dense(world_size, operator, config):
     shapes = [(19, 33, 9), (2, 40, 24)]
@@ -47,7 +47,7 @@ def test_dense(world_size, operator, config):
 
 
 @each_size
-@pytest.mark.parametrize("operator, changes", WAYS, ids=str)
+@pytest.mark.parametrize("operator, changes", VARIANTS, ids=str)
 def test_collectives(world_size, operator, changes):
     on_ranks(world_size, collective.computes, operator, dense.DTYPES[1], [(5, 7), (150,)], changes)
 
@@ -60,7 +60,7 @@ def test_dispatch_and_combine(world_size, config):
 
 
 @each_size
-def test_dispatch_in_one_launch(world_size):
+def test_low_latency_dispatch(world_size):
     spec = dict(tokens=UNEVEN, k=3, experts_each=3, width=33, seed=2)
     on_ranks(world_size, low_latency_cases.computes, spec, EXPERTS["small"], 1)
 
@@ -72,14 +72,14 @@ def test_all_to_all(world_size):
 
 @each_size
 @pytest.mark.parametrize("config", first(["fused", "default"]))
-def test_layer_of_divided_experts(world_size, config):
+def test_ep_moe(world_size, config):
     spec = dict(tokens=UNEVEN, k=2, experts_each=2, width=33, hidden=13, seed=3)
     on_ranks(world_size, expert_layer.computes, spec, config)
 
 
 @each_size
 @pytest.mark.parametrize("config", first(["three stages", "default"]))
-def test_layer_of_sliced_experts(world_size, config):
+def test_tp_moe(world_size, config):
     on_ranks(world_size, tensor_experts.computes, SLICED["odd"] | {"tokens": 9}, config)
 
 

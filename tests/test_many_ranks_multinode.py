@@ -1,9 +1,9 @@
-"""The forms across nodes on 8 ranks: two nodes of four, and four of two."""
+"""Multi-node operators on 8 ranks: two nodes of four ranks, and four nodes of two."""
 
 import pytest
 
 from tests.ops.attention.flash_decode import multinode_cases as decode_nodes
-from tests.ops.attention.flash_decode.oracle import many
+from tests.ops.attention.flash_decode.oracle import enlarge
 from tests.ops.attention.flash_decode.test_flash_decode import SPECS as DECODE
 from tests.ops.dense import multinode_cases
 from tests.ops.dense.cases import DTYPES
@@ -26,16 +26,16 @@ def test_dense(world_size, local, operator):
 
 
 @each_topology
-def test_one_owner_adds(world_size, local):
-    # Several tiles for each owner, so that each node adds some.
+def test_single_owner_reduction(world_size, local):
+    # Several tiles for each owner, so that every node reduces some of them.
     args = (multinode_cases.computes, "gemm_ar", DTYPES[0], local, [(83, 70, 9), (19, 33, 9)])
     on_ranks(world_size, multinode_cases.adding_once, *args, **SMALL)
 
 
 @each_topology
 @pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs", "gemm_ar"])
-def test_dense_in_any_order_of_the_network(world_size, local, operator):
-    on_ranks(world_size, multinode_cases.is_right_on_every_network, operator, local, 20, [(1, 9, 5), (2, 17, 3)])
+def test_dense_in_any_network_order(world_size, local, operator):
+    on_ranks(world_size, multinode_cases.computes_in_any_network_order, operator, local, 20, [(1, 9, 5), (2, 17, 3)])
 
 
 @each_topology
@@ -52,4 +52,4 @@ def test_all_to_all(world_size, local):
 
 @each_topology
 def test_decode(world_size, local):
-    on_ranks(world_size, decode_nodes.computes, many(DECODE["GQA"]), "default", local)
+    on_ranks(world_size, decode_nodes.computes, enlarge(DECODE["GQA"]), "default", local)

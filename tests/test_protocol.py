@@ -1,4 +1,4 @@
-"""What holds between the ranks, whatever the operator: reuse of memory, groups, disagreement, and peers that fail."""
+"""Protocol between ranks, for all operators: memory reuse, groups, disagreeing calls and failing peers."""
 
 import contextlib
 import gc
@@ -32,24 +32,24 @@ from tests.support.subset import EVERYTHING, THOROUGH, at_once, turns
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 2.0 if EVERYTHING else 1.0  # a GPU may have to load a kernel first
-PUSH, COPY_ENGINE, AT_ONCE = {"transport": "push"}, {"transport": "copy_engine"}, {"transport": "one_shot"}
+PUSH, COPY_ENGINE, ONE_SHOT_TRANSPORT = {"transport": "push"}, {"transport": "copy_engine"}, {"transport": "one_shot"}
 FORWARD, DIRECT = {"transport": "forward"}, {"transport": "direct"}
 TWO_SHOT, ONE_SHOT = {"exchange": "two_shot"}, {"exchange": "one_shot"}
-PARTS = {"method": "parts", "pieces": 2}
-# Every way in which data goes between the ranks: operator and changes to the config.
-WAYS = [
+PIPELINED = {"method": "parts", "pieces": 2}
+# All variants of data transfer between ranks: operator and changes to the config.
+VARIANTS = [
     ("ag_gemm", PUSH),
     ("ag_gemm", COPY_ENGINE),
-    ("ag_gemm", AT_ONCE),
-    ("ag_gemm", PARTS),
+    ("ag_gemm", ONE_SHOT_TRANSPORT),
+    ("ag_gemm", PIPELINED),
     ("gemm_rs", FORWARD),
     ("gemm_rs", DIRECT),
-    ("gemm_rs", AT_ONCE),
-    ("gemm_rs", PARTS),
+    ("gemm_rs", ONE_SHOT_TRANSPORT),
+    ("gemm_rs", PIPELINED),
     ("gemm_ar", TWO_SHOT),
     ("gemm_ar", ONE_SHOT),
 ]
-each_way = pytest.mark.parametrize("operator, changes", WAYS, ids=str)
+each_variant = pytest.mark.parametrize("operator, changes", VARIANTS, ids=str)
 
 
 def synchronize():
@@ -67,13 +67,13 @@ def timeout(seconds):
 
 
 def failure_of(fn, *args, **kwargs):
-    """What a call raises, on a GPU at the latest when the host waits for it; None if nothing."""
+    """Return the exception of a call, including failures found on synchronization; None if it succeeds."""
     try:
         fn(*args, **kwargs)
         tdkernels.synchronize()
     except Exception as error:
         copy = pickle.loads(pickle.dumps(error))
-        # The tracebacks hold on to the group through their frames.
+        # The frames of the tracebacks keep the group alive.
         for link in (error, error.__cause__, error.__context__):
             if link is not None:
                 link.__traceback__ = None
@@ -81,9 +81,9 @@ def failure_of(fn, *args, **kwargs):
     return None
 
 
-# ---- the same memory for many calls ----
+# ---- memory reuse across calls ----
 
-# operator, dtype, (rows, n, k), changes to the config: growing, shrinking, growing again.
+# operator, dtype, (rows, n, k), changes to the config; the workspace has to grow, then fits, then grows again.
 CALLS = [
     ("ag_gemm", BF16, (5, 3, 7), {}),
     ("gemm_rs", FP32, (5, 3, 7), {}),
@@ -99,20 +99,20 @@ CALLS = [
     ("ag_gemm", BF16, (70, 5, 33), COPY_ENGINE),
     ("gemm_rs", BF16, (9, 70, 33), DIRECT),
     ("gemm_rs", FP32, (70, 33, 40), {}),
-    ("gemm_rs", BF16, (70, 33, 40), PARTS),
-    ("ag_gemm", BF16, (70, 33, 40), PARTS),
+    ("gemm_rs", BF16, (70, 33, 40), PIPELINED),
+    ("ag_gemm", BF16, (70, 33, 40), PIPELINED),
     ("gemm_ar", FP32, (70, 33, 40), TWO_SHOT),
     ("gemm_ar", FP16, (66, 20, 7), ONE_SHOT),
 ]
 
 
 def poison(group=None):
-    """Fill our own part of all workspaces with NaNs, at a moment when no peer reads or writes it."""
+    """Fill this rank's data in all workspaces with NaN, between two barriers so that no peer reads or writes it."""
     group = resolve_group(group)
     synchronize()
     dist.barrier(group)
     for workspace in group_state(group).workspaces.values():
-        if workspace.buffer is None:  # nobody has launched anything there yet
+        if workspace.buffer is None:  # no launch has used it yet
             continue
         data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
         data.fill_(0xFF)  # NaN in every dtype
@@ -120,27 +120,27 @@ def poison(group=None):
     dist.barrier(group)
 
 
-def reuses_poisoned_memory():
+def reuse_poisoned_memory():
     for turn in range(2):
         for i, (operator, dtype, shape, changes) in enumerate(CALLS):
             case = Case(operator, dtype, *shape, exact=True, seed=turn * len(CALLS) + i)
             results = case.run(config=config_for(case, **changes))
-            poison()  # what we got is ours and does not change with the workspace
+            poison()  # the results are not views of the workspace
             case.check(results)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=thorough), pytest.param(3, marks=thorough), 4])
 def test_memory_is_reused_by_other_shapes_and_dtypes(world_size):
-    on_ranks(world_size, reuses_poisoned_memory)
+    on_ranks(world_size, reuse_poisoned_memory)
 
 
 def in_any_order(seed):
-    """CPU ranks and their programs run in an order that follows from a seed, the same on all ranks; collective."""
+    """Run CPU ranks and their programs in an order derived from a seed that is equal on all ranks; collective."""
     return schedule(seed) if device().type == "cpu" else contextlib.nullcontext()
 
 
-def outruns_its_peers(operator, changes, shape, calls):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+def run_ahead_of_peers(operator, changes, shape, calls):
+    """Make calls with different data and no synchronization between them, so that ranks run ahead of each other."""
     cases = [Case(operator, FP32, *shape, exact=True, seed=i) for i in range(calls)]
     config = config_for(cases[0], **changes)
     Case(operator, FP32, *shape).run(config=config)
@@ -155,7 +155,7 @@ def outruns_its_peers(operator, changes, shape, calls):
 ONE_TILE, FOUR_TILES = (20, 9, 7), (70, 66, 7)
 
 
-# With one tile a peer is soon back with the data of the next call; with several it is back in the middle of this one.
+# With one tile a peer soon sends the data of the next call; with several tiles it does so during the current call.
 @pytest.mark.parametrize(
     "world_size, operator, changes, shape, calls",
     [
@@ -174,10 +174,10 @@ ONE_TILE, FOUR_TILES = (20, 9, 7), (70, 66, 7)
     ids=str,
 )
 def test_no_rank_overtakes_its_peers_data(world_size, operator, changes, shape, calls):
-    on_ranks(world_size, outruns_its_peers, operator, changes, shape, calls)
+    on_ranks(world_size, run_ahead_of_peers, operator, changes, shape, calls)
 
 
-def waits_for_a_slow_rank(operator, changes):
+def wait_for_slow_rank(operator, changes):
     for slow in range(dist.get_world_size()):
         case = Case(operator, BF16, 20, 9, 33, seed=slow)
         config = config_for(case, **changes)
@@ -190,12 +190,12 @@ def waits_for_a_slow_rank(operator, changes):
         case.check({"output": output, **case.gradients()})
 
 
-@each_way
+@each_variant
 def test_slow_rank(operator, changes):
-    on_ranks(3, waits_for_a_slow_rank, operator, changes)
+    on_ranks(3, wait_for_slow_rank, operator, changes)
 
 
-def has_no_memory_to_grow():
+def run_out_of_memory_while_growing():
     small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         small.check(small.run(group=group, config=config_for(small, **FORWARD)))
@@ -209,15 +209,15 @@ def has_no_memory_to_grow():
         small_failed = failure_of(small.call, group=group, config=config_for(small, **FORWARD))
         del group
     assert "not this much" in str(large_failed)
-    assert "could not grow" in str(small_failed), "it went on with a buffer that is gone"
+    assert "could not grow" in str(small_failed), "the call used a freed buffer"
 
 
-def test_no_memory_to_grow():
-    on_ranks(2, has_no_memory_to_grow)
+def test_out_of_memory_while_growing():
+    on_ranks(2, run_out_of_memory_while_growing)
 
 
-def waits_for_a_late_peer_to_grow():
-    """Rank 1 allocates late, so rank 0 posts a notice in each workspace, of which one has no buffer at that time."""
+def grow_with_late_peer():
+    """Rank 1 allocates late, so rank 0 posts a notice in each workspace; one of them has no buffer at that time."""
     small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         small.check(small.run(group=group, config=config_for(small, **FORWARD)))
@@ -233,15 +233,15 @@ def waits_for_a_late_peer_to_grow():
 
 
 def test_late_peer_while_a_workspace_grows():
-    on_ranks(2, waits_for_a_late_peer_to_grow)
+    on_ranks(2, grow_with_late_peer)
 
 
-def has_more_plans_than_numbers():
+def use_more_plans_than_8_bits():
     with a_group() as group:
         case = Case("ag_gemm", FP32, 5, 3, 7, exact=True)
         case.run(group=group)
         workspace = get_workspace(group, device(), "ag_gemm")
-        for i in range(300):  # a signal has room for 256
+        for i in range(300):  # more plan ids than fit in 8 bits
             workspace.prepare("ag_gemm", {"i": i}, 1, 1)
         other = Case("ag_gemm", FP32, 9, 4, 6, exact=True)
         for _ in range(2):
@@ -249,22 +249,22 @@ def has_more_plans_than_numbers():
                 c.check(c.run(group=group))
 
 
-def test_more_plans_than_numbers():
-    on_ranks(2, has_more_plans_than_numbers)
+def test_more_plans_than_8_bits():
+    on_ranks(2, use_more_plans_than_8_bits)
 
 
 # ---- groups ----
 
 
 def computes_in_group(group, rank, world_size, seed):
-    """Every operator in one group; groups that run at the same time have other shapes."""
-    for operator, changes in WAYS:
+    """Run every operator in one group; concurrent groups use different shapes."""
+    for operator, changes in VARIANTS:
         case = Case(operator, BF16, 9 + 5 * seed, 7, 11 + seed, rank=rank, world_size=world_size, seed=seed)
         case.check(case.run(group=group, config=config_for(case, **changes)))
 
 
-def uses_two_kinds_of_groups(divisions):
-    """Each division splits the world into groups, all of which run at once; this rank goes through its own in turn."""
+def use_subgroups(divisions):
+    """Each division splits the world into concurrent groups; this rank uses its groups of all divisions in turn."""
     mine = []
     with contextlib.ExitStack() as stack:
         for division in divisions:
@@ -288,10 +288,10 @@ def uses_two_kinds_of_groups(divisions):
     ids=["tensor parallel in data parallel", "uneven"],
 )
 def test_subgroups(divisions):
-    on_ranks(4, uses_two_kinds_of_groups, divisions)
+    on_ranks(4, use_subgroups, divisions)
 
 
-def uses_a_mesh():
+def use_mesh_dimension():
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(2):
         for name, other in (("tp", "dp"), ("dp", "tp")):
@@ -299,10 +299,10 @@ def uses_a_mesh():
 
 
 def test_dimension_of_a_mesh():
-    on_ranks(4, uses_a_mesh)
+    on_ranks(4, use_mesh_dimension)
 
 
-def uses_a_one_dimensional_mesh():
+def use_one_dimensional_mesh():
     world_size = dist.get_world_size()
     mesh = init_device_mesh(device().type, (world_size,))
     computes_in_group(mesh, dist.get_rank(), world_size, seed=0)
@@ -310,17 +310,17 @@ def uses_a_one_dimensional_mesh():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_one_dimensional_mesh(world_size):
-    on_ranks(world_size, uses_a_one_dimensional_mesh)
+    on_ranks(world_size, use_one_dimensional_mesh)
 
 
-def frees_a_destroyed_group():
+def destroy_group():
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:tdkernels")
 
     gc.collect()
     before = mapped()
     group = dist.new_group()
-    for operator, changes in WAYS:
+    for operator, changes in VARIANTS:
         case = Case(operator, FP32, 5, 3, 7, exact=True)
         case.check(case.run(group=group, config=config_for(case, **changes)))
     names = [workspace.name for workspace in group_state(group).workspaces.values()]
@@ -335,18 +335,18 @@ def frees_a_destroyed_group():
     gc.collect()
     assert [ref() for ref in workspaces] == [None] * len(names)
     assert mapped() == before
-    case.check(case.run())  # the world is as it was
+    case.check(case.run())  # the world is still usable
 
 
-def test_destroyed_group_is_refused_and_its_memory_freed():
-    on_ranks(2, frees_a_destroyed_group)
+def test_destroyed_group_is_rejected_and_its_memory_freed():
+    on_ranks(2, destroy_group)
 
 
-def forgets_a_destroyed_group_that_broke():
+def destroy_broken_group():
     group = dist.new_group()
     case, other = (Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6))
-    for known in (case, other):
-        known.check(known.run(group=group))
+    for cached in (case, other):
+        cached.check(cached.run(group=group))
     broken = False
     with timeout(TIMEOUT_S):
         dist.barrier()
@@ -367,29 +367,29 @@ def forgets_a_destroyed_group_that_broke():
     tdkernels.synchronize()
 
 
-def test_destroyed_group_is_forgotten_with_its_errors():
-    on_ranks(2, forgets_a_destroyed_group_that_broke)
+def test_destroyed_group_is_freed_with_its_errors():
+    on_ranks(2, destroy_broken_group)
 
 
-def meets_where_others_have_met():
-    """As after destroy_process_group and init_process_group under torchrun: the same name at the same store again."""
+def reuse_group_name():
+    """Reuse a group name at the same store, as after destroy_process_group and init_process_group under torchrun."""
     rank = dist.get_rank()
     with a_group() as group:
         for which in ("first", "second"):
             state = GroupState(group)
             for turn in range(3):
-                time.sleep(0.2 * rank)  # what was left by the one before is there already
+                time.sleep(0.2 * rank)  # the keys of the previous state are already in the store
                 texts = state.exchange("op", f"{which} {turn} {rank}")
                 assert texts == [f"{which} {turn} 0", f"{which} {turn} 1"]
         del group
 
 
-def test_what_another_group_of_the_name_has_left_is_not_read():
-    on_ranks(2, meets_where_others_have_met)
+def test_keys_of_an_earlier_group_of_the_same_name_are_not_read():
+    on_ranks(2, reuse_group_name)
 
 
-def has_its_memory_where_it_belongs():
-    """Whatever torch.set_default_device says, or a block of torch.device, when a group makes its first calls."""
+def use_default_device():
+    """Workspaces are allocated on the operands' device, for any default device at the first call of a group."""
     x, w = (torch.randn(*shape, device=device()) for shape in ((4, 16), (2, 8, 16)))
     splits = torch.tensor([1, 3], device=device())
     for where in ("meta", device().type):
@@ -403,39 +403,39 @@ def has_its_memory_where_it_belongs():
 
 
 def test_the_default_device_does_not_matter():
-    on_ranks(2, has_its_memory_where_it_belongs)
+    on_ranks(2, use_default_device)
 
 
-def is_refused_where_it_was_forked():
-    """A child of a rank, as a data loader's worker is: it has the rank's memory, and its calls would count as ours."""
+def call_in_forked_process():
+    """A forked child, such as a data loader worker, shares the rank's memory; its calls would count as the rank's."""
     cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
     with a_group() as group, a_group() as unused:
         for _ in range(2):
             cases[0].check(cases[0].run(group=group))
-        told, tells = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                known, new = (failure_of(case.call, group=group) for case in cases)
+                cached, new = (failure_of(case.call, group=group) for case in cases)
                 first = failure_of(cases[0].call, group=unused)
-                os.write(tells, pickle.dumps([repr(error) for error in (known, new, first)]))
+                os.write(write_end, pickle.dumps([repr(error) for error in (cached, new, first)]))
             finally:
                 os._exit(0)
-        os.close(tells)
+        os.close(write_end)
         os.waitpid(child, 0)
-        with open(told, "rb") as pipe:
+        with open(read_end, "rb") as pipe:
             errors = pickle.loads(pipe.read())
-        words = f"RuntimeError('process {child} was forked from rank {dist.get_rank()} of this group and is no rank"
-        assert [error[: len(words)] for error in errors] == [words] * 3, errors
+        expected = f"RuntimeError('process {child} was forked from rank {dist.get_rank()} of this group and is no rank"
+        assert [error[: len(expected)] for error in errors] == [expected] * 3, errors
         for case in cases:
             case.check(case.run(group=group))
         cases[0].check(cases[0].run(group=unused))
         del group, unused
 
 
-@pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() > 0, reason="CUDA refuses forked processes itself")
-def test_a_forked_process_is_no_rank():
-    on_ranks(2, is_refused_where_it_was_forked)
+@pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() > 0, reason="CUDA itself rejects forked processes")
+def test_calls_in_a_forked_process_are_rejected():
+    on_ranks(2, call_in_forked_process)
 
 
 def test_without_a_process_group():
@@ -445,10 +445,10 @@ def test_without_a_process_group():
             getattr(tdkernels, operator)(torch.ones(2, 3), torch.ones(4, 3))
 
 
-# ---- ranks that do not agree ----
+# ---- disagreeing ranks ----
 
-# What rank 1 of three does otherwise; which field says so; and its values there and elsewhere, or how they are had from
-# a case. Everybody else makes a call with rows, n, k = 6, 4, 8 in fp32.
+# Arguments that differ on rank 1 of three; the field that the error names; its values there and on the other ranks, or
+# a function of a case that returns the value. The other ranks make a call with rows, n, k = 6, 4, 8 in fp32.
 DISAGREEMENTS = {
     "rows": (dict(rows=9), "M", lambda case: case.x.shape[0]),
     "n": (dict(n=5), "N", lambda case: case.weight.shape[0]),
@@ -461,19 +461,19 @@ DISAGREEMENTS = {
 
 
 def field_name(operator, field):
-    """M, N or K as a rank has it in its operands; any other field has but one name."""
+    """Return the name of a field in the error; M, N and K are divided by W if the operand is sharded along them."""
     divided = {DIVIDED[operator].get("x"), DIVIDED[operator].get("weight")}
     return f"{field}/W" if field in divided else field
 
 
-def disagrees(operator, what):
-    otherwise, field, values = DISAGREEMENTS[what]
-    otherwise = dict(otherwise)
-    changes = otherwise.pop("config", {})
+def disagree(operator, what):
+    arguments, field, values = DISAGREEMENTS[what]
+    arguments = dict(arguments)
+    changes = arguments.pop("config", {})
     if what == "operator":
-        otherwise["operator"] = OPERATORS[OPERATORS.index(operator) - 1]
+        arguments["operator"] = OPERATORS[OPERATORS.index(operator) - 1]
     call = {"operator": operator, "dtype": FP32, "rows": 6, "n": 4, "k": 8}
-    there, elsewhere = (Case(**call | different, exact=True) for different in (otherwise, {}))
+    there, elsewhere = (Case(**call | different, exact=True) for different in (arguments, {}))
     case, changes = (there, changes) if dist.get_rank() == 1 else (elsewhere, {})
     there, elsewhere = values if isinstance(values, tuple) else (values(there), values(elsewhere))
     with a_group() as group:
@@ -482,7 +482,7 @@ def disagrees(operator, what):
         text = str(error)
         expected = [f"{field_name(operator, field)} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}", "on rank 1"]
         assert all(part in text for part in expected), f"{expected} in {text}"
-        # Nobody has launched anything, so the group is as good as before.
+        # No rank has launched anything, so the group is still usable.
         after = Case(operator, FP32, 6, 4, 8, exact=True)
         after.check(after.run(group=group))
         del group
@@ -491,11 +491,11 @@ def disagrees(operator, what):
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_disagreement_is_named_on_every_rank(operator, what):
-    on_ranks(3, disagrees, operator, what)
+    on_ranks(3, disagree, operator, what)
 
 
-def is_not_fooled_by_a_known_plan(operator, shapes, changes):
-    """Both shapes and configs have been used before, so nobody asks the others; only the signals can tell."""
+def mismatch_cached_plans(operator, shapes, changes):
+    """Both shapes and configs are cached, so no consensus check runs; only the signals reveal the mismatch."""
     with a_group() as group:
         cases = [Case(operator, FP32, *shape, exact=True, seed=i) for i, shape in enumerate(shapes)]
         configs = [config_for(case, **change) for case, change in zip(cases, changes)]
@@ -507,7 +507,7 @@ def is_not_fooled_by_a_known_plan(operator, shapes, changes):
             error = failure_of(cases[number].call, group=group, config=configs[number])
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
         assert operator in str(error)
-        # There is no way back for this group: the ranks no longer know what is in their memory.
+        # The group stays broken: the contents of its workspaces are unknown.
         again = failure_of(cases[number].call, group=group, config=configs[number])
         assert type(again) is type(error) and str(again) == str(error), repr(again)
         del group
@@ -517,10 +517,10 @@ def is_not_fooled_by_a_known_plan(operator, shapes, changes):
 
 @pytest.mark.parametrize(
     "operator, changes, other",
-    turns(WAYS, [((140, 6, 5),), ((71, 6, 5),), ((70, 7, 5),), ((70, 6, 9),)], everything=THOROUGH), ids=str,
+    turns(VARIANTS, [((140, 6, 5),), ((71, 6, 5),), ((70, 7, 5),), ((70, 6, 9),)], everything=THOROUGH), ids=str,
 )
-def test_known_but_different_shapes_never_give_a_result(operator, changes, other):
-    on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), other], [changes, changes])
+def test_different_cached_shapes_never_give_a_result(operator, changes, other):
+    on_ranks(3, mismatch_cached_plans, operator, [(70, 6, 5), other], [changes, changes])
 
 
 @pytest.mark.parametrize(
@@ -534,12 +534,12 @@ def test_known_but_different_shapes_never_give_a_result(operator, changes, other
     ],
     ids=str,
 )
-def test_known_but_different_configs_never_give_a_result(operator, changes):
-    on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), (70, 6, 5)], changes)
+def test_different_cached_configs_never_give_a_result(operator, changes):
+    on_ranks(3, mismatch_cached_plans, operator, [(70, 6, 5), (70, 6, 5)], changes)
 
 
-def sends_on_nothing_after_giving_up(operator, changes):
-    """Rank 1 has no result of an AG-GEMM, as rank 0 comes late to it; its next call, made before it looks, is void."""
+def call_again_after_timeout(operator, changes):
+    """Rank 0 is late to an AG-GEMM, so rank 1 has no result; rank 1's next call, launched before it checks, is void."""
     rank = dist.get_rank()
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         first, second = (Case(name, FP32, 6, 4, 8, exact=True) for name in ("ag_gemm", operator))
@@ -551,7 +551,7 @@ def sends_on_nothing_after_giving_up(operator, changes):
         if rank == 0:
             time.sleep(0.6)
         if rank == 1:
-            patch.setattr(Workspace, "check", lambda self, in_call=True: None)  # both are launched
+            patch.setattr(Workspace, "check", lambda self, in_call=True: None)  # so that it launches both calls
         with timeout(0.2 if rank == 1 else 1.5):
             missed = failure_of(first.call, group=group)
             error = failure_of(second.call, group=group, config=config)
@@ -563,31 +563,31 @@ def sends_on_nothing_after_giving_up(operator, changes):
             assert type(again) is PeerTimeoutError and str(again) == str(error), repr(again)
         else:
             assert missed is None, repr(missed)
-            # PeerFailedError: rank 1 says so before its copies, which come in any case.
+            # It may be a PeerFailedError: rank 1 reports its failure before its copies, which the host always makes.
             assert isinstance(error, PeerTimeoutError) and (error.operator, error.peer) == (operator, 1), repr(error)
         del group
 
 
 @pytest.mark.parametrize("operator, changes", [("gemm_rs", {}), ("ag_gemm", COPY_ENGINE)], ids=str)
-def test_what_a_rank_could_not_compute_reaches_nobody_by_its_next_call(operator, changes):
-    on_ranks(3, sends_on_nothing_after_giving_up, operator, changes)
+def test_call_after_a_timeout_sends_nothing(operator, changes):
+    on_ranks(3, call_again_after_timeout, operator, changes)
 
 
-def meets_a_new_shape(operator):
-    """Rank 0 waits for the agreement on a shape that the others do not know; they wait for its data."""
+def call_with_new_shape(operator):
+    """Rank 0 waits in the consensus check of a shape that is new to it alone; the other ranks wait for its data."""
     with a_group() as group:
-        known, new = (Case(operator, FP32, rows, 4, 8, exact=True) for rows in (6, 7))
-        known.check(known.run(group=group))
+        cached, new = (Case(operator, FP32, rows, 4, 8, exact=True) for rows in (6, 7))
+        cached.check(cached.run(group=group))
         dist.barrier()
         start = time.monotonic()
         with timeout(60.0):
-            error = failure_of((new if dist.get_rank() == 0 else known).call, group=group)
-            again = failure_of(known.call, group=group)
-        assert time.monotonic() - start < 20.0, "they waited for the timeout"
-        # Both calls are named on every rank: the new one by its rows, and the known one.
+            error = failure_of((new if dist.get_rank() == 0 else cached).call, group=group)
+            again = failure_of(cached.call, group=group)
+        assert time.monotonic() - start < 20.0, "the ranks waited for the timeout"
+        # Every rank's error names both calls: the new one by its rows, and the cached one.
         assert type(error) is PlanMismatchError and type(again) is PlanMismatchError, (error, again)
         field = field_name(operator, "M")
-        rows = [str(case.x.shape[0]) for case in (new, known)]
+        rows = [str(case.x.shape[0]) for case in (new, cached)]
         waits = "rank 0 waits in the consensus check of a new call"
         assert re.search(rf"{waits}, .*{field}={rows[0]}", str(error)), str(error)
         assert re.search(rf"rank [12] makes {operator}\(.*{field}={rows[1]}", str(error)), str(error)
@@ -596,26 +596,26 @@ def meets_a_new_shape(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_new_shape_on_one_rank_only(operator):
-    on_ranks(3, meets_a_new_shape, operator)
+    on_ranks(3, call_with_new_shape, operator)
 
 
-# ---- ranks that do not come ----
+# ---- missing ranks ----
 
 
-# Ways, each with whether the ranks know the shape of the call that rank 1 does not come to.
+# Variants, and whether the shape of the call that rank 1 misses is cached.
 LOST = [("ag_gemm", {}, True), ("gemm_rs", {}, True), ("gemm_ar", TWO_SHOT, True), ("gemm_ar", ONE_SHOT, True)]
-LOST += [("ag_gemm", {}, False), ("ag_gemm", PARTS, True), ("gemm_rs", PARTS, True)]
+LOST += [("ag_gemm", {}, False), ("ag_gemm", PIPELINED, True), ("gemm_rs", PIPELINED, True)]
 
 
-def loses_rank_1(ways):
+def lose_rank_1(variants):
     calls = []
-    for operator, changes, known in ways:
-        group = dist.new_group()  # one each, as who has lost a peer once waits for nobody in that group
+    for operator, changes, cached in variants:
+        group = dist.new_group()  # one per variant: after a timeout a group does not wait again
         case, new = (Case(operator, FP32, rows, 4, 8, exact=True) for rows in (6, 7))
         config = config_for(case, **changes)
         for _ in range(2):
             case.check(case.run(group=group, config=config))
-        calls.append((case, case if known else new, {"group": group, "config": config}))
+        calls.append((case, case if cached else new, {"group": group, "config": config}))
     tdkernels.set_timeout(TIMEOUT_S)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -632,24 +632,24 @@ def loses_rank_1(ways):
     return errors
 
 
-@pytest.mark.parametrize("ways", at_once(LOST), ids=str)
-def test_killed_rank(ways):
+@pytest.mark.parametrize("variants", at_once(LOST), ids=str)
+def test_killed_rank(variants):
     with fresh_ranks(3, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
-        pool.run(loses_rank_1, ways)
+        pool.run(lose_rank_1, variants)
     assert isinstance(caught.value.exceptions[1], ChildProcessError)
     for rank in (0, 2):
-        for (operator, changes, known), error in zip(ways, caught.value.results[rank], strict=True):
+        for (operator, changes, cached), error in zip(variants, caught.value.results[rank], strict=True):
             assert type(error) is PeerTimeoutError, f"{operator} {changes}: {error!r}"
             assert (error.operator, error.rank, error.timeout_s) == (operator, rank, TIMEOUT_S)
-            # In two shots rank 0 sums up the only tile: it misses rank 1, while rank 2 misses the sum.
+            # In two-shot mode rank 0 reduces the only tile: it waits for rank 1, while rank 2 waits for the sum.
             assert error.peer == 1 or (changes == TWO_SHOT and (rank, error.peer) == (2, 0))
             assert error.seen < error.expected
-            assert (error.signal == "agreement") == (not known)
-            for words in (operator, f"rank {rank} waited", f"rank {error.peer}", "TDKERNELS_TIMEOUT_S"):
-                assert words in str(error)
+            assert (error.signal == "agreement") == (not cached)
+            for part in (operator, f"rank {rank} waited", f"rank {error.peer}", "TDKERNELS_TIMEOUT_S"):
+                assert part in str(error)
 
 
-# ---- how long to wait ----
+# ---- timeouts ----
 
 
 @pytest.fixture

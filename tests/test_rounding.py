@@ -1,4 +1,4 @@
-"""Integers rounded up."""
+"""Integer rounding."""
 
 import math
 

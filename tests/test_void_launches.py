@@ -1,9 +1,9 @@
-"""A void launch, one that follows a failure of its rank, changes nothing that a peer can read.
+"""A void launch, i.e. one after a failure of its rank, changes nothing that a peer can read.
 
-A peer that is a call behind may still read what an earlier launch of this rank has stored: what a void launch stores
-over it would be a wrong result without an error. So the launches of every operator are made void on rank 0, and the
-buffers of all ranks are compared before and after. The test does not depend on timing. A second test makes a peer late
-and compares the results of a third rank.
+A peer that is one call behind may still read data that an earlier launch of this rank has stored. If a void launch
+overwrote it, the peer would return a wrong result without an error. So the launches of every operator are made void on
+rank 0, and the buffers of all ranks are compared before and after. This test does not depend on timing. A second test
+delays a peer and compares the results of a third rank.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tdkernels import (
     MoeTpConfig,
     PeerTimeoutError,
 )
-from tdkernels.lang import context as words
+from tdkernels.lang import context
 from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.symm.backends.emulated_network import EmulatedNetwork
@@ -36,7 +36,7 @@ from tests.ops.attention.ag_attention.oracle import attention as sharded_attenti
 from tests.ops.attention.flash_decode.oracle import Decode
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.cases import Projection
-from tests.ops.collectives.cases import expected_of, whole
+from tests.ops.collectives.cases import draw_operands, expected_of
 from tests.ops.dense.cases import config_for
 from tests.ops.dense.multinode_cases import adding_once
 from tests.ops.experts.dispatch.oracle import Routed
@@ -48,35 +48,35 @@ from tests.support.dense_oracle import Case
 from tests.support.ranks import a_group, device, on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus
 from tests.support.subset import THOROUGH
-from tests.test_protocol import COPY_ENGINE, PARTS, WAYS, failure_of, synchronize, timeout
+from tests.test_protocol import COPY_ENGINE, PIPELINED, VARIANTS, failure_of, synchronize, timeout
 
 FP32 = torch.float32
-PATTERN = 0xA5  # no operand consists of it, and as a number of rows or an address it is out of bounds
-TIMEOUT_S, MOST_S = 20.0, 15.0  # a void launch waits for nothing
+PATTERN = 0xA5  # differs from every operand; as a number of rows or an address it is out of bounds
+TIMEOUT_S, MAX_VOID_S = 20.0, 15.0  # a void launch waits for nothing
 
 
-# ---- making launches void ----
+# ---- void launches ----
 
 
 def workspaces(group):
-    """The workspaces of a group that have a buffer, by name."""
+    """Return the workspaces of a group that have a buffer, by name."""
     found = group_state(group).workspaces.values()
     return {workspace.name: workspace for workspace in found if workspace.buffer is not None}
 
 
 def memory(workspace):
-    """This rank's data in a symmetric buffer, without the signals, as bytes."""
+    """Return this rank's data in a symmetric buffer, without the signals, as bytes."""
     return workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
 
 
 def forget_failures(workspace):
-    """Clear the status words by which peers have said that they have failed."""
-    ranks = words.MAX_RANKS.value
+    """Clear the status words in which peers have reported a failure."""
+    ranks = context.MAX_RANKS.value
     workspace.buffer.tensor(workspace.rank)[: 2 * 8 * ranks].view(torch.int64)[ranks:].zero_()
 
 
-def meet(group):
-    """Return when no rank sends anything any more."""
+def quiesce(group):
+    """Return once no rank has messages in flight."""
     synchronize()
     for workspace in workspaces(group).values():
         if isinstance(workspace.buffer.network, EmulatedNetwork):
@@ -86,10 +86,10 @@ def meet(group):
 
 @contextlib.contextmanager
 def void_launches(group):
-    """Within, all launches of this rank are void, and the host goes on as if it had launched them before the failure.
+    """Make all launches of this rank void, while the host continues as if it had launched them before the failure.
 
-    Afterwards the group is as if it had made no call. Yields a list that names, at the end, what the launches must not
-    do: send messages to other nodes, wait, or leave private words changed that the next launch relies on.
+    On exit the group is as if it had made no call. Yields a list, which is filled on exit with forbidden effects of the
+    launches: messages to other nodes, waits, and changed private words that the next launch relies on.
     """
     failure, sent, wrong = group_state(group).failure(device()), [], []
     states = {name: workspace.state.clone() for name, workspace in workspaces(group).items()}
@@ -106,22 +106,22 @@ def void_launches(group):
             failure.device.flag.zero_()
     if sent:
         wrong.append(f"{len(sent)} messages to other nodes")
-    if time.monotonic() - start > MOST_S:
+    if time.monotonic() - start > MAX_VOID_S:
         wrong.append(f"took {time.monotonic() - start:.1f} s")
     for name, state in states.items():
         workspace = workspaces(group)[name]
-        for word in (words.STATE_FINISHED, words.STATE_TICKETS, words.STATE_STARTED):
+        for word in (context.STATE_FINISHED, context.STATE_TICKETS, context.STATE_STARTED):
             if workspace.state[word.value]:
                 wrong.append(f"word {word.value} of the state of {name} is not 0")
-        flags = slice(words.STATE_FLAGS.value, None)
+        flags = slice(context.STATE_FLAGS.value, None)
         if not torch.equal(workspace.state[flags], state[flags]):
             wrong.append(f"flags of {name} have changed")
         workspace.state.copy_(state)
         workspace._note_words[0] = 0
 
 
-def changes_nothing(group, calls):
-    """``calls``: {name: function} or {name: (before, function of what that returns)}; the first part is never void."""
+def check_no_changes(group, calls):
+    """``calls``: {name: function} or {name: (prepare, function of the prepared value)}; ``prepare`` is never void."""
     calls = {
         name: call if isinstance(call, tuple) else (lambda: None, lambda _, call=call: call())
         for name, call in calls.items()
@@ -129,41 +129,41 @@ def changes_nothing(group, calls):
     wrong = []
     with timeout(TIMEOUT_S):
         for before, call in calls.values():
-            call(before())  # then all ranks know it, and agree on nothing any more
+            call(before())  # afterwards the call is cached and needs no consensus check
         for name, (before, call) in calls.items():
             given = before()
-            meet(group)
+            quiesce(group)
             for workspace in workspaces(group).values():
                 memory(workspace).fill_(PATTERN)
-            meet(group)
+            quiesce(group)
             if dist.get_rank(group) == 0:
                 with void_launches(group) as found:
                     call(given)
                 wrong += [f"{name}: {what}" for what in found]
-            meet(group)
+            quiesce(group)
             for workspace in workspaces(group).values():
-                if workspace._copies:  # copies by the host are made in any case, and close() finds out
+                if workspace._copies:  # the host always makes its copies; close() finds the failure
                     continue
                 changed = (memory(workspace) != PATTERN).sum().item()
                 if changed:
                     wrong.append(f"{name}: {changed} bytes of {workspace.name}")
             for workspace in workspaces(group).values():
                 forget_failures(workspace)
-            meet(group)  # all have compared
+            quiesce(group)  # all ranks have compared
     assert not wrong, f"on rank {dist.get_rank(group)}: {wrong}"
 
 
-# ---- the calls of each family ----
+# ---- calls of each family ----
 
 
-# Copies by the host are made in any case; the peers' ``close`` finds out.
-BY_PROGRAMS = [(operator, changes) for operator, changes in WAYS if changes not in (COPY_ENGINE, PARTS)]
+# The host always makes its copies; ``close`` on the peers finds the failure.
+IN_KERNELS = [(operator, changes) for operator, changes in VARIANTS if changes not in (COPY_ENGINE, PIPELINED)]
 
 
-def dense(group, ways=BY_PROGRAMS):
-    """Each way, and the gradients once for each operator."""
+def dense(group, variants=IN_KERNELS):
+    """Return a call of each variant, and a backward of each operator."""
     calls, differentiated = {}, set()
-    for operator, changes in ways:
+    for operator, changes in variants:
         case = Case(operator, FP32, 20, 9, 7, rank=dist.get_rank(group), world_size=group.size())
         forward = functools.partial(case.call, group=group, config=config_for(case, **changes))
         calls[f"{operator} {changes}"] = forward
@@ -175,16 +175,16 @@ def dense(group, ways=BY_PROGRAMS):
 
 def collectives(group):
     x = torch.ones(group.size() * 150, device=device())
-    ways = [("all_gather", {}), ("reduce_scatter", {})]
-    ways += [("all_reduce", {"exchange": exchange}) for exchange in ("one_shot", "two_shot")]
+    variants = [("all_gather", {}), ("reduce_scatter", {})]
+    variants += [("all_reduce", {"exchange": exchange}) for exchange in ("one_shot", "two_shot")]
     calls = {}
-    for operator, changes in ways:
+    for operator, changes in variants:
         config = CollectiveConfig(block_bytes=256, num_warps=1, **changes)
         calls[f"{operator} {changes}"] = functools.partial(getattr(tdkernels, operator), x, config=config, group=group)
     return calls
 
 
-def decodes(group):
+def decode(group):
     few = FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=3)
     calls = {}
     for name, spec in {"one token": {}, "a window": dict(tokens=2, window=9)}.items():
@@ -193,7 +193,7 @@ def decodes(group):
     return calls
 
 
-def attends(group):
+def attention(group):
     case = Sharded(21, heads=2, kv_heads=1, d=16, dv=24, group=group)
     case.require()
     config = AgAttentionConfig(
@@ -207,7 +207,7 @@ def attends(group):
     return {"ag_attention": forward, "ag_attention backward": (forward, lambda out: case.backward(*out))}
 
 
-def projects(group):
+def projections(group):
     calls = {}
     for operator in sequence_parallel.OPERATORS:
         for name in ("pulled at once", "pushed"):
@@ -221,7 +221,7 @@ def projects(group):
     return calls
 
 
-def sliced_experts(group):
+def tp_moe(group):
     layer = Sliced(**tensor_experts.SMALL, group=group)
     layer.require()
     config = MoeTpConfig(num_comm_sms=2, chunk_rows=16, stages=2)
@@ -235,15 +235,15 @@ def sliced_experts(group):
 EP = {"num_senders": 2, "num_receivers": 2, "chunk_tokens": 2, "block_bytes": 256, "num_warps": 1}
 
 
-def routed(group, directs=True):
+def dispatch_combine(group, low_latency=True):
     rank, ranks = dist.get_rank(group), group.size()
     tokens = [5, 0, 4, 3][:ranks]
     local = group_state(group).local_world_size
     case = Routed(tokens, 2, 2 * ranks, 24, FP32, rank=rank, local_world_size=local)
     rows, staged = case.capacity()
-    bounds = {"counted": dict(max_tokens=max(rows, staged) + 3)}
-    if directs:
-        bounds["direct"] = dict(max_tokens_per_rank=max(tokens), max_tokens=rows + 3)
+    bounds = {"two_phase": dict(max_tokens=max(rows, staged) + 3)}
+    if low_latency:
+        bounds["low_latency"] = dict(max_tokens_per_rank=max(tokens), max_tokens=rows + 3)
     case.x.requires_grad_()
     case.weights.requires_grad_()
     calls = {}
@@ -255,33 +255,33 @@ def routed(group, directs=True):
             def dispatch(bound=bound, config=config):
                 return case.dispatch(**bound, config=config, group=group)
 
-            def gather(sent, out=out):
+            def combine_rows(sent, out=out):
                 return tdkernels.ep_combine(out, sent[1], group=group)
 
-            def there_and_back(dispatch=dispatch, gather=gather):
+            def dispatch_and_combine(dispatch=dispatch, combine_rows=combine_rows):
                 sent = dispatch()
-                return sent[0], gather(sent)
+                return sent[0], combine_rows(sent)
 
-            def again(sent):
+            def dispatch_by_handle(sent):
                 return tdkernels.ep_dispatch(case.x.detach(), sent[1], case.weights.detach(), group=group)
 
             def backward(both, out=out):
                 recv, y = both
-                incoming = [torch.ones_like(recv.x), torch.ones_like(recv.topk_weights), torch.ones_like(y)]
-                wanted = [case.x, case.weights, out]
-                return torch.autograd.grad([recv.x, recv.topk_weights, y], wanted, incoming, retain_graph=True)
+                grad_outputs = [torch.ones_like(recv.x), torch.ones_like(recv.topk_weights), torch.ones_like(y)]
+                inputs = [case.x, case.weights, out]
+                return torch.autograd.grad([recv.x, recv.topk_weights, y], inputs, grad_outputs, retain_graph=True)
 
             title = f"{name} {combine}"
-            calls[f"ep_combine {title}"] = dispatch, gather
+            calls[f"ep_combine {title}"] = dispatch, combine_rows
             if combine == "per_rank":
-                calls[f"ep_dispatch, then ep_combine, {title}"] = there_and_back
-                calls[f"ep_dispatch by a handle {title}"] = dispatch, again
-            if combine == "per_rank" and name == "counted":
-                calls[f"backward of both {title}"] = there_and_back, backward
+                calls[f"ep_dispatch, then ep_combine, {title}"] = dispatch_and_combine
+                calls[f"ep_dispatch by a handle {title}"] = dispatch, dispatch_by_handle
+            if combine == "per_rank" and name == "two_phase":
+                calls[f"backward of both {title}"] = dispatch_and_combine, backward
     return calls
 
 
-def overlapping_experts(group):
+def fused_ep_moe(group):
     layer = Layer([5, 0, 4][: group.size()], 2, 2, 24, 8, FP32, group=group)
     layer.own = {name: operand.detach().requires_grad_() for name, operand in layer.own.items()}
     config = EpMoeConfig(method="fused")
@@ -290,88 +290,88 @@ def overlapping_experts(group):
     def forward(**options):
         return layer.call(config=config, group=group, **options)
 
-    def keeps_routing():
-        def kept(*args, **kwargs):
+    def forward_keeping_routing():
+        def count_and_keep(*args, **kwargs):
             routings[:] = [count(*args, **kwargs)]
             return routings[0]
 
-        with mock.patch.object(fused, "count", kept):
+        with mock.patch.object(fused, "count", count_and_keep):
             return forward()
 
-    def goes_by_it(_):
+    def forward_with_kept_routing(_):
         with mock.patch.object(fused, "count", lambda *args, **kwargs: routings[0]):
             return forward()
 
     dy = layer.all_dy[layer.case.mine].to(device())
     return {
         "ep_moe": lambda: forward(max_tokens=40),
-        "ep_moe of a routing that is right": (keeps_routing, goes_by_it),
+        "ep_moe with the correct routing": (forward_keeping_routing, forward_with_kept_routing),
         "ep_moe backward": (forward, lambda y: y.backward(dy)),
     }
 
 
-# ---- nothing is changed ----
+# ---- no changes ----
 
-FAMILIES = [dense, collectives, decodes, attends, projects, sliced_experts, routed, overlapping_experts]
+FAMILIES = [dense, collectives, decode, attention, projections, tp_moe, dispatch_combine, fused_ep_moe]
 
 
-def change_nothing(family):
+def make_void_calls(family):
     with a_group() as group:
-        changes_nothing(group, family(group))
+        check_no_changes(group, family(group))
         del group
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-def test_a_void_launch_changes_nothing(family):
-    on_ranks(3, change_nothing, family)
+def test_void_launch_changes_nothing(family):
+    on_ranks(3, make_void_calls, family)
 
 
 def dense_across_nodes(group):
     return dense(group, [("ag_gemm", {}), ("gemm_rs", {}), ("gemm_ar", {})])
 
 
-def routed_across_nodes(group):
-    return routed(group, directs=False)
+def dispatch_combine_across_nodes(group):
+    return dispatch_combine(group, low_latency=False)
 
 
-def change_nothing_across_nodes(families, local):
+def make_void_calls_across_nodes(families, local):
     with a_group_on_nodes(local) as group:
         for family in families:
-            changes_nothing(group, family(group))
+            check_no_changes(group, family(group))
         del group
 
 
 @needs_gpus
 @pytest.mark.parametrize("world_size, local, families", [
-    (4, 2, [dense_across_nodes]), (4, 2, [decodes]), (4, 2, [routed_across_nodes]), (2, 1, [decodes]),
+    (4, 2, [dense_across_nodes]), (4, 2, [decode]), (4, 2, [dispatch_combine_across_nodes]), (2, 1, [decode]),
 ], ids=str)
-def test_a_void_launch_changes_nothing_across_nodes(world_size, local, families):
-    on_ranks(world_size, change_nothing_across_nodes, families, local)
+def test_void_launch_changes_nothing_across_nodes(world_size, local, families):
+    on_ranks(world_size, make_void_calls_across_nodes, families, local)
 
 
-def adds_once(local):
+def make_void_single_owner_calls(local):
     with a_group_on_nodes(local) as group:
-        adding_once(changes_nothing, group, dense(group, [("gemm_ar", {})]))
+        adding_once(check_no_changes, group, dense(group, [("gemm_ar", {})]))
         del group
 
 
 @needs_gpus
-def test_a_void_launch_of_one_adding_owner_changes_nothing():
-    on_ranks(4, adds_once, 2)
+def test_void_launch_with_single_owner_reduction():
+    on_ranks(4, make_void_single_owner_calls, 2)
 
 
-# ---- a rank that is late ----
+# ---- a late rank ----
 
 LATE_S, GIVES_UP_S, WAITS_S = 0.5, 0.3, 1.0
 
 
 class Late:
-    """A call of rank 1 that waits for rank 2, while rank 0 has given up and makes two more calls, which are void.
+    """A call in which rank 1 waits for rank 2, while rank 0 has timed out and makes two more, void calls.
 
     Args:
-        call: Makes the call, and returns its result.
+        call: Makes the call and returns its result.
         check: Raises AssertionError if a result is wrong.
-        operand: What rank 0 changes before its void calls, so that their data would be seen.
+        operand: Rank 0 changes it before its void calls, so that their data would be detected.
     """
 
     def __init__(self, call, check, operand):
@@ -388,7 +388,7 @@ def late_dense(group, operator, changes):
 
 
 def late_collective(group, operator, changes):
-    full = whole(operator, (150,), FP32, world_size=group.size())
+    full = draw_operands(operator, (150,), FP32, world_size=group.size())
     x = full[dist.get_rank(group)].to(device())
     expected = expected_of(operator, full, dist.get_rank(group)).to(device())
 
@@ -403,7 +403,7 @@ def late_decode(group, spec):
     exact = case.expected(torch.double, False)["o"]
 
     def check(o):
-        assert (o.cpu().double() - exact).abs().max() < 0.1  # a void call has another q
+        assert (o.cpu().double() - exact).abs().max() < 0.1  # a void call uses another q
 
     return Late(lambda: case.call(), check, case.q)
 
@@ -418,18 +418,18 @@ def late_attention(group):
     return Late(lambda: case.call(), check, case.own["k"])
 
 
-def late_projection(group, operator, way):
+def late_projection(group, operator, config_name):
     case = Projection(operator, FP32, positions=9, k=7, n=6, exact=True, group=group)
     case.require(())
-    config = sequence_parallel.CONFIGS[way]
+    config = sequence_parallel.CONFIGS[config_name]
     return Late(lambda: case.call(config=config), lambda y: case.check({"output": y}), case.x)
 
 
-def late_tokens(group, direct):
+def late_dispatch(group, low_latency):
     case = Routed([5, 2, 4], 2, 6, 24, FP32, rank=dist.get_rank(group))
     rows, staged = case.capacity()
     capacity = max(rows, staged) + 3
-    bound = {"max_tokens": capacity, **({"max_tokens_per_rank": 5} if direct else {})}
+    bound = {"max_tokens": capacity, **({"max_tokens_per_rank": 5} if low_latency else {})}
     out = padded(case.expert_out(), capacity)
 
     def call():
@@ -446,16 +446,16 @@ def late_tokens(group, direct):
 
 
 LATE = {
-    **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in BY_PROGRAMS},
+    **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in IN_KERNELS},
     "all_reduce": (late_collective, "all_reduce", {}),
-    "all_reduce in two shots": (late_collective, "all_reduce", {"exchange": "two_shot"}),
+    "all_reduce two-shot": (late_collective, "all_reduce", {"exchange": "two_shot"}),
     "flash_decode": (late_decode, {}),
-    "ep_dispatch": (late_tokens, False),
-    "ep_dispatch in one launch": (late_tokens, True),
+    "ep_dispatch": (late_dispatch, False),
+    "ep_dispatch low-latency": (late_dispatch, True),
 }
 if THOROUGH:
     LATE |= {
-        **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in WAYS},
+        **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in VARIANTS},
         "all_gather": (late_collective, "all_gather", {}),
         "reduce_scatter": (late_collective, "reduce_scatter", {}),
         "flash_decode with a window": (late_decode, dict(tokens=2, window=9)),
@@ -466,8 +466,8 @@ if THOROUGH:
     }
 
 
-def answers(name):
-    """This rank's answer to a call to which rank 2 is late: "right", or the error's type."""
+def outcome_of(name):
+    """Return this rank's outcome of a call to which rank 2 is late: "right", or the type of the error."""
     rank = dist.get_rank()
     make, *options = LATE[name]
     with a_group() as group:
@@ -485,29 +485,29 @@ def answers(name):
                 patch.undo()
                 error = failure_of(late.call)
                 assert isinstance(error, PeerTimeoutError), repr(error)
-                answer = "gave up"
+                outcome = "gave up"
             else:
                 time.sleep(LATE_S if rank == 2 else 0.0)
                 try:
                     result = late.call()
-                    tdkernels.synchronize()  # raises what the kernel has recorded
+                    tdkernels.synchronize()  # raises an error recorded by the kernel
                     late.check(result)
-                    answer = "right"
+                    outcome = "right"
                 except PeerTimeoutError as error:
                     error.__traceback__ = None
-                    answer = f"{type(error).__name__}"
+                    outcome = f"{type(error).__name__}"
         dist.barrier()
         del group, late
-    return answer
+    return outcome
 
 
-def all_answers(names):
-    return {name: answers(name) for name in names}
+def outcomes_of(names):
+    return {name: outcome_of(name) for name in names}
 
 
-def test_a_peer_that_is_a_call_behind_has_the_right_result_or_an_error():
-    rank_0, *others = on_ranks(3, all_answers, list(LATE))
+def test_peer_one_call_behind_gets_the_correct_result_or_an_error():
+    rank_0, *others = on_ranks(3, outcomes_of, list(LATE))
     assert set(rank_0.values()) == {"gave up"}
-    assert all(set(answer.values()) <= {"right", "PeerTimeoutError", "PeerFailedError"} for answer in others)
-    # Without any result the test would show nothing.
+    assert all(set(outcome.values()) <= {"right", "PeerTimeoutError", "PeerFailedError"} for outcome in others)
+    # Without any correct result the test would prove nothing.
     assert "right" in others[0].values()

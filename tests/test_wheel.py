@@ -1,4 +1,4 @@
-"""The wheel: what it contains, and that it works where it is installed."""
+"""The wheel: its contents, and its use in a new environment."""
 
 import email
 import os
@@ -27,7 +27,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy: building leaves files beside the sources."""
+    """The wheel, built from a copy because the build leaves files next to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -39,18 +39,18 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """A new environment with the wheel; torch and the other dependencies are those of this one."""
+    """A new environment with the wheel; torch and the other dependencies come from the current environment."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # The path alone: files *.pth there, such as an editable tdkernels, are not read.
+    # Only the path: *.pth files there, such as that of an editable tdkernels, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
     return folder / "bin"
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def test_wheel_contains_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names} == {"tdkernels", f"tdkernels-{tdkernels.__version__}.dist-info"}
     for name in ("py.typed", "autotune/configs/nvidia-h200/ag_gemm.json", "ops/dense/ag_gemm/kernel.py"):
@@ -59,7 +59,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
 
 
 @pytest.mark.slow
-def test_the_metadata_describes_the_project(wheel):
+def test_metadata(wheel):
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
     metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
     assert metadata["Version"] == tdkernels.__version__ and metadata["License-Expression"] == "Apache-2.0"
@@ -68,7 +68,7 @@ def test_the_metadata_describes_the_project(wheel):
 
 
 @pytest.mark.slow
-def test_the_quick_start_runs_where_the_wheel_is_installed(environment, tmp_path):
+def test_quick_start_with_the_installed_wheel(environment, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
     where = run(environment / "python", "-c", "import tdkernels; print(tdkernels.__file__)", cwd=tmp_path, env=env)
     assert Path(where.strip()).is_relative_to(environment.parent)

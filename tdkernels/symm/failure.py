@@ -68,8 +68,8 @@ class DeviceFailure:
 
     Attributes:
         flag: The failure word on the device. Launches are void while it is set.
-        host, word: A copy of the flag in host memory, as a tensor and as a NumPy array. The host checks it before each
-            launch.
+        host: A copy of the flag in host memory. The host checks it before each launch.
+        word: The same memory as ``host``, as a NumPy array.
         failures: The Failure of each group.
     """
 

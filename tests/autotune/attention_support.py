@@ -1,4 +1,4 @@
-"""What the tests of the operators for sequences share: small calls of each, and with what their kernels run."""
+"""Helpers of the autotune tests for attention operators: small calls, and records of the configs that run."""
 
 import contextlib
 import functools
@@ -26,12 +26,12 @@ LAUNCHERS = {
     "ulysses_qkv": ulysses_launch_qkv,
 }
 OPERATORS = list(LAUNCHERS)
-# Of the whole, for two ranks, as ``Call`` makes them.
+# Sizes of the whole problem on two ranks, as created by ``Call``.
 SIZES = {
     "ag_attention": (1, 32, 2, 1, 16, 16), "flash_decode": (2, 1, 4, 2, 16, 16, 24), "ulysses_out": (32, 16, 32),
     "ulysses_qkv": (32, 32, 16),
 }
-# A legal config, told from others by a number.
+# ``config_of`` makes distinct legal configs by setting this field.
 FIELD = {
     "ag_attention": "num_comm_sms", "flash_decode": "num_programs", "ulysses_out": "num_comm_sms",
     "ulysses_qkv": "lag_tiles",
@@ -58,9 +58,9 @@ def entry_of(problem, config, ms=2.0):
 
 
 class Call:
-    """A call of an operator by this rank of two, and what its specification gives; ``room``: keys of a rank's cache."""
+    """A call of an operator on one of two ranks. ``capacity`` is the number of keys that a rank's KV cache can hold."""
 
-    def __init__(self, operator, room=24):
+    def __init__(self, operator, capacity=24):
         rank = dist.get_rank()
         self.operator = operator
         if operator == "ulysses_qkv":
@@ -70,11 +70,11 @@ class Call:
         elif operator == "ag_attention":
             self.operands = tuple(draw(3 * rank + i, 1, 16, heads, 16) for i, heads in enumerate((2, 1, 1)))
         else:
-            lens = torch.full((2,), min(room, 24), dtype=torch.int32, device=device())
-            self.operands = draw(9, 2, 4, 16), *(draw(2 * rank + i, 2, room, 2, 16) for i in (0, 1)), lens
+            lens = torch.full((2,), min(capacity, 24), dtype=torch.int32, device=device())
+            self.operands = draw(9, 2, 4, 16), *(draw(2 * rank + i, 2, capacity, 2, 16) for i in (0, 1)), lens
 
     def run(self, group, **options):
-        """Call it, and see that the result is right."""
+        """Call the operator and compare the result with the reference."""
         got = getattr(tdkernels, self.operator)(*self.operands, group=group, **options)
         expected = getattr(tdkernels, f"{self.operator}_ref")(*self.operands, group=group)
         tdkernels.synchronize()
@@ -82,18 +82,18 @@ class Call:
 
 
 @contextlib.contextmanager
-def launched():
-    """The configs that our kernels run with within, by operator."""
+def launched_configs():
+    """Record the configs that the kernels run with, by operator."""
     ran = {operator: [] for operator in OPERATORS}
     with pytest.MonkeyPatch.context() as patch:
         for operator, module in LAUNCHERS.items():
             kind = tunable(operator).config_class
 
             def launch(*args, ran=ran[operator], launch, kind=kind, **options):
-                found = launch(*args, **options)
-                if found is not None:  # ``bind_call`` returns None for a call that is not one launch
+                result = launch(*args, **options)
+                if result is not None:  # ``bind_call`` returns None for a call that is not one launch
                     ran.extend(arg for arg in args if isinstance(arg, kind))
-                return found
+                return result
 
             # A repeated call uses ``bind_call`` once and neither function afterwards.
             for name in ("launch", "bind_call"):
@@ -103,16 +103,13 @@ def launched():
 
 
 @contextlib.contextmanager
-def fastest(operator, config):
-    """Within, the tuner times nothing: this config of an operator is the fastest, and torch's sequence the slowest.
-
-    All that it would try is checked.
-    """
+def fake_winner(operator, config):
+    """Replace the tuner's timing: ``config`` is the fastest and torch the slowest. All candidates are still checked."""
     op = tunable(operator)
     space, estimate_ms = op.space, op.estimate_ms
 
     def estimate(candidate, problem, hardware):
-        """As good as any for the one, which is tried even where the model would rule it out."""
+        """Give ``config`` the best estimate of the space, so that the model never prunes it."""
         candidates = space(problem, device()) if candidate == config else [candidate]
         return min(estimate_ms(each, problem, hardware) for each in candidates)
 

@@ -1,4 +1,4 @@
-"""A GPU that is not there, for what asks no more of it than its properties."""
+"""Properties of an H200 for tests that run without a GPU."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from tdkernels.runtime import gpu
 
 
 @pytest.fixture
-def an_h200(monkeypatch):
+def fake_h200(monkeypatch):
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
     )

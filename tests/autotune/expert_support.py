@@ -1,4 +1,4 @@
-"""What the tests of tuning operators of experts share: few candidates, entries by hand, and what runs."""
+"""Helpers of the autotune tests for MoE operators: small candidate spaces, entries, and records of launched configs."""
 
 import contextlib
 import math
@@ -36,67 +36,67 @@ def entry_of(config, *problem, **options):
 
 
 @contextlib.contextmanager
-def space(operator, *configs):
-    """The operator has just these configs beside its default and torch's sequence."""
+def restrict_space(operator, *configs):
+    """Restrict the operator's space to these configs, besides its default and the torch baseline."""
     with pytest.MonkeyPatch.context() as patch:
         replace_in(patch, tunable(operator), "space", lambda problem, device: list(configs))
         yield
 
 
-def tunes(operator, shape, layout, config, dtype, group=None):
-    """Tune with one candidate beside the default, in a short final; what all ranks must agree on."""
+def check_tune(operator, shape, layout, config, dtype, group=None):
+    """Tune with one candidate besides the default and a short final; return the values that must agree on all ranks."""
     op = tunable(operator)
-    with space(operator, config), pytest.MonkeyPatch.context() as patch:
+    with restrict_space(operator, config), pytest.MonkeyPatch.context() as patch:
         patch.setitem(rounds.FINAL, "cpu", replace(rounds.FINAL["cpu"], repeats=1))
         patch.setitem(rounds.HOST_BOUND, device().type, math.inf)  # so that the fastest candidate wins
         result = autotune.tune(operator, *shape, dtype=dtype, layout=layout, group=group)
     entry = result.entry
     problem = problem_of(operator, shape, layout, str(dtype).removeprefix("torch."), dist.get_world_size(group))
     assert entry.problem == (problem if not op.alone else problem_of(operator, shape, layout, problem.dtype, 1))
-    # On a GPU torch's product does not take all sizes and types.
+    # On a GPU, torch's grouped GEMM does not support all sizes and dtypes.
     plain = op.plain()
     plain = None if plain is None or op.illegal(plain, problem, device()) is not None else plain
     expected = {config, op.default(problem, device())} | ({plain} - {None})
     assert {trial.config for trial in result.trials} == expected
     assert [trial.reason for trial in result.trials] == [None] * len(expected), result.log
     assert op.illegal(op.config_from_dict(entry.config), problem, device()) is None
-    final = max(trial.last_round for trial in result.trials)  # those that dropped out before ran at another time
+    final = max(trial.last_round for trial in result.trials)  # trials eliminated earlier were timed at another time
     assert entry.ms == min(trial.ms for trial in result.trials if trial.last_round == final) and entry.local_ms > 0
     assert (entry.plain_ms is None) == (plain is None)
     return [entry.config, entry.ms, entry.plain_ms, entry.default_ms]
 
 
-def are_refused(bad):
-    """Problems that there are not, on every rank; the group is as it was."""
-    for arguments, options, words in bad:
+def check_rejected(bad):
+    """Check that tune rejects each of these problems on every rank, and that the group still works."""
+    for arguments, options, message in bad:
         error = failure_of(autotune.tune, *arguments, **options)
-        assert type(error) is ValueError and words in str(error), (arguments, error)
+        assert type(error) is ValueError and message in str(error), (arguments, error)
     group_state(dist.group.WORLD).barrier("test")
 
 
 @contextlib.contextmanager
-def recorded(*launches):
-    """The configs that run within: (where, the name of a function, which of its arguments the config is)."""
+def record_configs(*launches):
+    """Record the configs of launches. Each entry of ``launches`` is (module, function name, getter of the config)."""
     ran = []
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, at in launches:
-            patch.setattr(module, name, _noting(ran, getattr(module, name), name, at))
+        for module, name, config_of in launches:
+            patch.setattr(module, name, _recording(ran, getattr(module, name), name, config_of))
         yield ran
 
 
-def _noting(ran, launch, name, at):
+def _recording(ran, launch, name, config_of):
     def launch_(*args, **options):
-        ran.append((name, at(args, options)))
+        ran.append((name, config_of(args, options)))
         return launch(*args, **options)
 
     return launch_
 
 
-# ---- a GPU that is not there ----
+# ---- a simulated GPU ----
 
 
 @contextlib.contextmanager
-def an_h200():
+def fake_h200():
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
     )
@@ -105,8 +105,8 @@ def an_h200():
         yield
 
 
-def estimates_are_sensible(operator, problems):
-    """Within what the hardware can do, no better with a slower link, and longer for more tokens."""
+def check_estimates(operator, problems):
+    """Check that estimates respect the hardware floors, never improve with a slower link, and grow with the tokens."""
     op, slower = tunable(operator), Hardware(H200.flops, H200.memory, H200.link / 4, H200.num_sms, True)
     for world_size, layout, *shape in problems:
         problem = Problem(operator, "NVIDIA H200", world_size, world_size, "bfloat16", layout, tuple(shape))
@@ -126,13 +126,13 @@ def estimates_are_sensible(operator, problems):
             assert op.config_from_dict(op.config_to_dict(config)) == config
 
 
-# ---- what is compiled ahead ----
+# ---- ahead-of-time compilation ----
 
 
-def same_code(launched, compiled):
-    """Whether two recorded launches (kernel, args, kwargs) are compiled alike, but for what only their sizes differ in.
+def assert_same_code(launched, compiled):
+    """Assert that two recorded launches (kernel, args, kwargs) use the same specialization. Sizes may differ.
 
-    Args:     compiled: of tensors that are nowhere ("meta")
+    ``compiled`` was recorded with tensors on the meta device.
     """
     assert launched[0] is compiled[0] and launched[2] == compiled[2]
     names = [parameter.name for parameter in launched[0].params if parameter.do_not_specialize]

@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: problems, candidates of their own, and what tuning must leave alone."""
+"""Helpers of the tuner's tests: problems, custom candidates, and a check that tuning leaves no state behind."""
 
 import contextlib
 from dataclasses import replace
@@ -16,9 +16,9 @@ from tests.support.dense_oracle import OPERATORS, Case
 from tests.support.ranks import device
 
 FP32 = torch.float32
-# M, N, K; with three ranks a shard has more than one tile of the smaller kind.
+# M, N, K by number of ranks. With three ranks a shard has more than one of the smaller tiles.
 SHAPES = {2: (64, 64, 64), 3: (192, 96, 96)}
-SHAPE = (48, 48, 48)  # for two ranks and for three
+SHAPE = (48, 48, 48)  # divisible by 2 and by 3 ranks
 CALL_LIMIT_S = 1.0
 
 
@@ -28,55 +28,56 @@ def problem_of(operator, shape, *, layout="nk", world_size=None):
 
 
 def mapped():
-    """How many parts of symmetric buffers this process has mapped; CPU only."""
+    """Return how many mappings of symmetric buffers this process has; CPU only."""
     return Path("/proc/self/maps").read_text().count("memfd:tdkernels")
 
 
 @contextlib.contextmanager
-def unharmed(group):
-    """What happens within leaves the group's own state, the timeout and the memory of this process as they were."""
+def state_unchanged(group):
+    """Check that the block leaves the group's state, the timeout and the mapped memory of this process unchanged."""
     cases = [Case(operator, FP32, 5, 3, 7, exact=True, seed=seed) for seed, operator in enumerate(OPERATORS)]
 
-    def work():
+    def run_cases():
         for case in cases:
             case.check({"output": case.call(group=group)})
 
-    def now():
+    def snapshot():
         state = group_state(resolve_group(group))
         buffers = [(name, workspace, workspace.buffer) for name, workspace in state.workspaces.items()]
         return state, buffers, mapped(), get_timeout()
 
-    work()
-    before = now()
+    run_cases()
+    before = snapshot()
     yield
-    assert now() == before
-    work()
-    assert now() == before
+    assert snapshot() == before
+    run_cases()
+    assert snapshot() == before
     del before
 
 
-def same_everywhere(results):
-    """Ranks agree on the entry and on why a candidate is out."""
+def equal_on_ranks(results):
+    """Assert that all ranks returned the same result, and return it."""
     assert results == [results[0]] * len(results)
     return results[0]
 
 
-def one_of(op, number):
-    """A legal config of AG-GEMM, told from others by its number."""
+def config_of(op, number):
+    """Return an AG-GEMM config with ``num_comm_sms=number``; configs with different numbers are distinct."""
     return replace(op.default(problem_of("ag_gemm", SHAPE), device()), num_comm_sms=number)
 
 
 def replace_in(patch, op, name, value):
-    """As ``patch.setattr(op, name, value)``, which before pytest 9.2 leaves the method behind on op.
+    """Set an attribute of ``op`` for the duration of ``patch``.
 
-    There it would hide what a later test makes of op's class.
+    Before pytest 9.2, ``patch.setattr(op, name, value)`` leaves the method on the instance, where it would hide a
+    later patch of the class.
     """
     patch.setitem(vars(op), name, value)
 
 
 @contextlib.contextmanager
 def candidates(*configs, estimates=None, **changes):
-    """AG-GEMM has just these configs, tried in this order, and other attributes as told."""
+    """Restrict the space of AG-GEMM to these configs, in this order; ``changes`` replace further attributes."""
     op = tunable("ag_gemm")
     with pytest.MonkeyPatch.context() as patch:
         replace_in(patch, op, "space", lambda problem, device: list(configs))

@@ -1,4 +1,4 @@
-"""Spaces, estimates and floors of the operators for sequences, on a GPU that is not there."""
+"""Config spaces, cost estimates and hardware floors of the attention operators, on a simulated GPU."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tdkernels.autotune.tunable import tunable, versions
 from tests.autotune.attention_support import OPERATORS
 from tests.autotune.test_cost_model import GPU, H200, configs_of
 
-pytestmark = pytest.mark.usefixtures("an_h200")
+pytestmark = pytest.mark.usefixtures("fake_h200")
 
 PROBLEMS = {  # (ranks, layout, sizes)
     "ulysses_qkv": [(2, "nk", (8192, 6144, 4096)), (4, "kn", (512, 10240, 8192)), (3, "nk", (99, 51, 303))],
@@ -24,7 +24,7 @@ PROBLEMS = {  # (ranks, layout, sizes)
         (4, "paged latent", (32, 2, 128, 1, 576, 512, 8192)), (8, "dense", (1, 1, 1, 1, 16, 16, 1)),
     ],
 }
-# Large enough that more of any size takes longer, by how much each.
+# Problems large enough that doubling any size takes longer.
 LARGE = {
     "ulysses_qkv": (4, "nk", (8192, 8192, 8192)), "ulysses_out": (4, "nk", (8192, 8192, 8192)),
     "ag_attention": (4, "causal zigzag", (4, 65536, 32, 8, 64, 64)),
@@ -43,15 +43,15 @@ def problem_of(operator, ranks, layout, sizes, dtype="bfloat16"):
 @each_operator
 def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(operator, dtype):
     op, slower = tunable(operator), replace(H200, link=H200.link / 4)
-    for of in PROBLEMS[operator]:
-        problem = problem_of(operator, *of, dtype)
+    for spec in PROBLEMS[operator]:
+        problem = problem_of(operator, *spec, dtype)
         floors = op.floors(problem)
         floor_ms = max(floors.computation_ms(H200), floors.wire_bytes / H200.link * 1e3)
         assert floors.flops > 0 and (floors.wire_bytes > 0) == (problem.world_size > 1)
         configs = configs_of(op, problem)
         legal = [config for config in configs if op.illegal(config, problem, GPU) is None]
         assert len(legal) > 5 and {op.default(problem, GPU), op.plain()} <= set(legal)
-        assert op.fallback(problem, GPU) == op.default(problem, GPU), "ours, where nobody has tuned"
+        assert op.fallback(problem, GPU) == op.default(problem, GPU), "untuned problems run the Triton kernel"
         for config in legal:
             estimate = op.estimate_ms(config, problem, H200)
             assert floor_ms <= estimate < 1e6, f"{config} for {problem}"
@@ -60,16 +60,16 @@ def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(operator,
 
 
 @each_operator
-def test_twice_the_work_takes_longer(operator):
+def test_doubling_a_size_takes_longer(operator):
     op, small = tunable(operator), problem_of(operator, *LARGE[operator])
     for number, name in enumerate(op.sizes):
         if name == "kv_heads" and operator == "ag_attention":
-            continue  # which travel, but are not attended to once more
+            continue  # more KV heads add communication, but no computation
         sizes = [size * (1 + (i == number)) for i, size in enumerate(small.shape)]
         if name == "kv_heads":
-            sizes[number - 1] *= 2  # as many heads of queries for each
+            sizes[number - 1] *= 2  # keep the number of query heads per KV head
         large = problem_of(operator, small.world_size, small.layout, tuple(sizes))
-        # Of wider heads a decode that does not keep the memory busy asks for more at a time.
+        # If a decode does not saturate the memory, wider heads increase the bytes in flight.
         least = 1.0 if operator == "flash_decode" and name in ("d", "dv") else 1.001
         for config in configs_of(op, small):
             ratio = op.estimate_ms(config, large, H200) / op.estimate_ms(config, small, H200)
@@ -77,17 +77,17 @@ def test_twice_the_work_takes_longer(operator):
 
 
 @each_operator
-def test_nothing_is_tried_twice_and_the_default_needs_no_kernel_of_its_own(operator):
+def test_space_has_no_duplicates_and_the_default_shares_a_kernel(operator):
     op = tunable(operator)
-    for of in PROBLEMS[operator]:
-        problem = problem_of(operator, *of)
+    for spec in PROBLEMS[operator]:
+        problem = problem_of(operator, *spec)
         space = op.space(problem, GPU)
         assert len(space) == len(set(space))
         assert op.compiled(op.default(problem, GPU)) in {op.compiled(config) for config in space}
 
 
-def test_the_backward_has_its_defaults():
-    """What is tuned by the forward says nothing of tiles of the backward, which are filled in by the call."""
+def test_backward_tiles_are_filled_in_by_the_call():
+    """Configs tuned for the forward leave the tiles of the backward unset."""
     op = tunable("ag_attention")
     problem = problem_of("ag_attention", *LARGE["ag_attention"])
     for config in (op.default(problem, GPU), *op.space(problem, GPU)):
@@ -98,8 +98,8 @@ def test_the_backward_has_its_defaults():
         assert config.method != "fused" or complete.block_q == config.block_q
 
 
-def test_what_needs_more_shared_memory_than_there_is_cannot_run():
-    """Also what was tuned for a narrower head, which is near enough to be looked up for this one."""
+def test_configs_exceeding_shared_memory_are_illegal():
+    """This includes a config tuned for narrower heads, which the nearest-shape lookup would return."""
     op = tunable("flash_decode")
     narrow = problem_of("flash_decode", 2, "dense", (8, 1, 32, 8, 128, 128, 8192))
     wide = replace(narrow, shape=(8, 1, 32, 8, 256, 256, 8192))
@@ -113,18 +113,18 @@ def test_what_needs_more_shared_memory_than_there_is_cannot_run():
     assert "bytes of shared memory" in tunable("ag_attention").illegal(config, attention, GPU)
 
 
-def test_a_narrow_share_of_heads_waits_for_one_rank_at_a_time():
-    """Where a block of columns would have some of two ranks; more sources at once would be the same candidate twice."""
+def test_unaligned_head_shards_use_one_source_at_a_time():
+    """If a column block spans the heads of two ranks, ``sources_at_once > 1`` would duplicate a candidate."""
     op = tunable("ulysses_out")
     for sizes, expected in (((8192, 4096, 4096), {2, 3}), ((8192, 4096, 4128), {1})):
         space = op.space(problem_of("ulysses_out", 4, "nk", sizes), GPU)
         assert {config.sources_at_once for config in space} == expected
 
 
-def test_the_reference_is_made_by_parts_that_memory_holds():
-    """A long sequence's scores, in a wide type, would be far more than the memory of a GPU."""
+def test_reference_is_chunked_to_fit_in_memory():
+    """For a long sequence, the full fp32 score matrix would exceed the memory of a GPU."""
     op = tunable("ag_attention")
     scores = 4 * 32 * 131072 * 131072 // 8
     long = problem_of("ag_attention", 8, "full", (1, 131072, 32, 8, 128, 128))
     assert op.reference_bytes(long) < 40 << 30 < scores
-    assert op.reference_bytes(replace(long, dtype="float32")) > scores, "where torch attends to all at once"
+    assert op.reference_bytes(replace(long, dtype="float32")) > scores, "torch computes all scores at once"

@@ -1,4 +1,4 @@
-"""explain() of the operators for sequences: of tensors, shapes and sizes, with what a call does not show by them."""
+"""explain() of the attention operators, given tensors, shapes or sizes, and a layout that these do not determine."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from tdkernels.autotune import on_demand, selection
 from tdkernels.autotune.tunable import tunable
 from tests.autotune.attention_support import FP32, problem_of
 from tests.autotune.test_cost_model import GPU, H200
-from tests.autotune.test_selection import log_of, tables_in
+from tests.autotune.test_selection import capture_log, tables_in
 
 DECODE = "flash_decode"
 FP8 = torch.float8_e4m3fn
@@ -25,7 +25,7 @@ def tables(tmp_path):
         yield
 
 
-SHAPES = [  # of operands, and the sizes and the layout that they show, for two ranks
+SHAPES = [  # operator, operand shapes, and the sizes and the layout that they imply for two ranks
     ("ulysses_qkv", ((2, 8, 16), (32, 16)), (32, 32, 16), "nk"),
     ("ulysses_out", ((2, 16, 16), (16, 32), (16,)), (32, 16, 32), "nk"),
     ("ag_attention", ((3, 16, 4, 48), (3, 16, 2, 48), (3, 16, 2, 16)), (3, 32, 4, 2, 48, 16), "causal contiguous"),
@@ -49,7 +49,7 @@ def expected_device(result):
 
 
 @pytest.mark.usefixtures("tables")
-def test_explain_sees_how_a_cache_lies():
+def test_explain_infers_the_layout_of_a_cache():
     q, k, table = torch.zeros(3, 4, 96), torch.zeros(3, 24, 1, 96), torch.zeros(3, 5, dtype=torch.int32)
     lens = torch.zeros(3, dtype=torch.int32)
     for caches, paged, layout in (
@@ -76,12 +76,12 @@ def test_explain_sees_how_a_cache_lies():
         (DECODE, ((2, 4, 16), (3, 9, 2, 16), (3, 9, 2, 16), (2,), (3, 5)), r"block_table \[3, 5\] do not fit"),
     ],
 )
-def test_explain_refuses_operands_that_do_not_fit(operator, shapes, message):
+def test_explain_rejects_mismatched_operands(operator, shapes, message):
     with pytest.raises(ValueError, match=f"^{operator}: .*{message}"):
         explain(operator, *shapes, world_size=2)
 
 
-@pytest.mark.usefixtures("tables", "an_h200")
+@pytest.mark.usefixtures("tables", "fake_h200")
 def test_explain_on_a_gpu(monkeypatch):
     monkeypatch.setattr(sys.modules["tdkernels.autotune.explain"], "hardware", lambda device, dtype: H200)
 
@@ -98,19 +98,19 @@ def test_explain_on_a_gpu(monkeypatch):
     assert any(line.startswith("  computation ") and "(bytes of memory at the best rate)" in line for line in decode)
     attention = text("ag_attention", "causal zigzag", (1, 65536, 32, 8, 128, 128))
     assert "ag_attention 1x65536x32x8x128x128 bfloat16 causal zigzag on 2 x NVIDIA H200\n" in attention
-    assert "dq_block_q=128" in attention and "=0" not in attention, "what runs, the backward's fields too"
+    assert "dq_block_q=128" in attention and "=0" not in attention, "the config includes the backward's fields"
     assert "(flops at the best rate)" in attention
     assert "  sizes" not in text("ulysses_out", "kn", (8192, 8192, 8192))
 
 
-@pytest.mark.usefixtures("tables", "an_h200")
-def test_the_advice_to_tune_names_a_layout_that_is_not_the_usual_one(monkeypatch):
+@pytest.mark.usefixtures("tables", "fake_h200")
+def test_tuning_advice_names_a_non_default_layout(monkeypatch):
     monkeypatch.setattr(sys.modules["tdkernels.autotune.explain"], "hardware", lambda device, dtype: H200)
     op, advice = tunable("ag_attention"), []
     for layout in ("causal contiguous", "causal zigzag"):
         problem = replace(problem_of("ag_attention", layout, on=CPU), gpu=f"NVIDIA Testing {layout}")
-        with log_of(logging.WARNING) as records:
-            for _ in range(2):  # once for a GPU
+        with capture_log(logging.WARNING) as records:
+            for _ in range(2):  # the warning is logged once per GPU
                 on_demand._log_choice(op, problem, GPU, selection.Choice(op.plain(), "default"))
         advice += [record.getMessage().split("python -m ")[1] for record in records]
     assert advice == [

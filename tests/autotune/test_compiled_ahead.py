@@ -1,6 +1,6 @@
-"""What the tuner compiles ahead is what a call launches: else it would be compiled again, while the peers wait.
+"""Ahead-of-time compilation in the tuner produces the kernels that a call launches.
 
-That the launches compile is asked in tests/compiled.
+Otherwise a call would compile again while the peers wait. tests/compiled checks that the launches compile.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.autotune.attention_support import LAUNCHERS, OPERATORS
 from tests.support.aot import SHARED_MEMORY, recorded_launches, specialised
 
 ARCH, GPU, CPU = "sm_90", torch.device("cuda", 0), torch.device("cpu")
-# (ranks, nodes, layout, sizes): such as let TMA fetch what it can, and such as do not.
+# (ranks, nodes, layout, sizes), with and without the alignment that TMA needs.
 PROBLEMS = {
     "ag_attention": [
         (4, 1, "causal zigzag", (1, 512, 4, 2, 64, 32)), (2, 1, "full", (2, 66, 2, 1, 33, 17)),
@@ -36,14 +36,14 @@ PROBLEMS = {
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(operator, ranks, nodes):
-    """Within, the launcher of an operator takes the CPU's tensors for those of a GPU, and its launches are recorded."""
+def simulated_gpu(operator, ranks, nodes):
+    """Make the launcher of an operator treat CPU tensors as GPU tensors, and record its launches."""
     gathered = {module: name for module, name in (
         (ag_attention_launch, "gathered_descriptor"), (ulysses_launch_out, "_gathered_descriptor")
     )}
 
-    def of_some_memory(real):
-        """The memory that peers write to is none here: the descriptor without a workspace stands for it."""
+    def without_workspace(real):
+        """There is no symmetric memory here: build the descriptor without a workspace."""
         return lambda workspace, *args: real(None, *args)
 
     with pytest.MonkeyPatch.context() as patch, recorded_launches(LAUNCHERS[operator], ranks, nodes) as launches:
@@ -56,12 +56,12 @@ def as_on_a_gpu(operator, ranks, nodes):
         patch.setattr(ulysses_launch_out, "_push_bytes", lambda device: 32 << 10)
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: int(cache.dtype == torch.float8_e4m3fn))
         for module, name in gathered.items():
-            patch.setattr(module, name, of_some_memory(getattr(module, name)))
+            patch.setattr(module, name, without_workspace(getattr(module, name)))
         yield launches
 
 
-def ours(op, problem):
-    """The configs worth trying that launch a kernel of ours; of ag_attention there are others, all of which say so."""
+def triton_configs(op, problem):
+    """Return the configs of the space that launch a Triton kernel; ag_attention also has vendor kernels."""
     space = op.space(problem, GPU)
     assert {config.method for config in space if op.compiled(config) is None} <= set(KERNELS)
     return [config for config in space if op.compiled(config) is not None]
@@ -69,15 +69,15 @@ def ours(op, problem):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_call_launches_what_was_compiled_ahead(operator, dtype):
+def test_call_launches_the_precompiled_kernel(operator, dtype):
     op = tunable(operator)
     for ranks, nodes, layout, sizes in PROBLEMS[operator]:
         problem = Problem(operator, "NVIDIA H200", ranks, ranks // nodes, dtype, layout, sizes)
         group = SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda: 1)
-        with as_on_a_gpu(operator, ranks, nodes) as launches, torch.no_grad():
+        with simulated_gpu(operator, ranks, nodes) as launches, torch.no_grad():
             assert op.why_not(problem) is None
             operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
-            kernels = {op.compiled(config): config for config in ours(op, problem)}
+            kernels = {op.compiled(config): config for config in triton_configs(op, problem)}
             assert len(kernels) > 2
             for config in kernels.values():
                 launches.clear()
@@ -88,19 +88,19 @@ def test_a_call_launches_what_was_compiled_ahead(operator, dtype):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_differs_for_the_tuner_is_compiled_once(operator):
-    """Configs of one kernel are launched with the same code, and those of others are not."""
+def test_each_kernel_is_compiled_once(operator):
+    """Configs with equal ``op.compiled`` share a specialization; others do not."""
     op = tunable(operator)
     ranks, _, layout, sizes = PROBLEMS[operator][0]
     problem = Problem(operator, "NVIDIA H200", ranks, ranks, "bfloat16", layout, sizes)
-    with as_on_a_gpu(operator, ranks, 1) as launches:
+    with simulated_gpu(operator, ranks, 1) as launches:
         operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
         compiled = {}
-        for config in ours(op, problem):
+        for config in triton_configs(op, problem):
             launches.clear()
             op.compile(operands, problem, config)
             compiled.setdefault(op.compiled(config), []).append(specialised(*launches[0], ARCH))
     for same in compiled.values():
         assert all(each == same[0] for each in same)
-    firsts = [same[0] for same in compiled.values()]
-    assert all(one != other for number, one in enumerate(firsts) for other in firsts[:number])
+    representatives = [same[0] for same in compiled.values()]
+    assert all(one != other for number, one in enumerate(representatives) for other in representatives[:number])

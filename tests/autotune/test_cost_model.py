@@ -1,4 +1,4 @@
-"""The estimates that order and prune the candidates: within what the hardware can do, and the right way round."""
+"""Cost model: estimates respect the hardware floors and order the candidates correctly."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from tests.support.dense_oracle import OPERATORS
 H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
 GPU = torch.device("cuda", 0)
 SHAPES = [(2, 64, 64, 64), (4, 8192, 57344, 8192), (8, 512, 8192, 28672), (3, 99, 51, 303)]
-# One that no rank could have a part of, for those that divide it by K alone.
-OTHERS = {"gemm_ar": [(4, 1, 8191, 28672)]}
+# M and N are not divisible by the number of ranks; only operators that shard K alone accept it.
+EXTRA_SHAPES = {"gemm_ar": [(4, 1, 8191, 28672)]}
 
 
 def configs_of(op, problem):
@@ -24,10 +24,10 @@ def configs_of(op, problem):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(an_h200, operator, dtype):
+def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(fake_h200, operator, dtype):
     op = tunable(operator)
     slower = replace(H200, link=H200.link / 4)
-    for world_size, *shape in SHAPES + OTHERS.get(operator, []):
+    for world_size, *shape in SHAPES + EXTRA_SHAPES.get(operator, []):
         problem = Problem(operator, "NVIDIA H200", world_size, world_size, dtype, "nk", tuple(shape))
         assert op.why_not(problem) is None
         floors = op.floors(problem)
@@ -41,17 +41,17 @@ def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(an_h200, 
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_is_bound_by_the_wire_takes_longer_with_a_slower_link(an_h200, operator):
+def test_communication_bound_problem_takes_longer_with_a_slower_link(fake_h200, operator):
     op = tunable(operator)
     shape = (8192, 512, 8192) if operator == "ag_gemm" else (8192, 8192, 512)
     problem = Problem(operator, "NVIDIA H200", 4, 4, "bfloat16", "nk", shape)
     for config in configs_of(op, problem):
-        twice = op.estimate_ms(config, problem, replace(H200, link=H200.link / 2))
-        assert 1.3 < twice / op.estimate_ms(config, problem, H200) <= 2.0, config
+        slow_ms = op.estimate_ms(config, problem, replace(H200, link=H200.link / 2))
+        assert 1.3 < slow_ms / op.estimate_ms(config, problem, H200) <= 2.0, config
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_twice_the_work_takes_longer(an_h200, operator):
+def test_doubling_a_size_takes_longer(fake_h200, operator):
     op = tunable(operator)
     shape = (8192, 8192, 8192)
     small = Problem(operator, "NVIDIA H200", 4, 4, "bfloat16", "nk", shape)
@@ -61,8 +61,8 @@ def test_twice_the_work_takes_longer(an_h200, operator):
             assert op.estimate_ms(config, large, H200) > op.estimate_ms(config, small, H200), config
 
 
-def test_one_shot_is_for_few_rows(an_h200):
-    """It sends more than two shots do, but they wait twice."""
+def test_one_shot_is_faster_for_small_m(fake_h200):
+    """One-shot sends more bytes than two-shot but synchronizes once instead of twice."""
     op = tunable("gemm_ar")
     faster = {}
     for m in (1, 8192):
@@ -76,12 +76,12 @@ def test_one_shot_is_for_few_rows(an_h200):
 
 
 @pytest.mark.parametrize("operator, world_size, shape, columns, suits", [
-    ("gemm_rs", 2, (512, 10240, 8192), 256, False),  # 160 tiles for 132 multiprocessors, by default 320
+    ("gemm_rs", 2, (512, 10240, 8192), 256, False),  # 160 tiles for 132 SMs; the default has 320
     ("gemm_ar", 2, (512, 10240, 8192), 256, False), ("gemm_rs", 2, (512, 8192, 8192), 256, True),
     ("gemm_rs", 2, (128, 10240, 8192), 256, True), ("ag_gemm", 4, (8192, 4096, 12288), 128, True),
     ("ag_gemm", 2, (512, 8192, 28672), 256, False),
 ])
-def test_tiles_that_were_tuned_for_a_similar_problem(an_h200, operator, world_size, shape, columns, suits):
+def test_suits_rejects_tiles_that_underfill_the_gpu(fake_h200, operator, world_size, shape, columns, suits):
     op = tunable(operator)
     problem = Problem(operator, "NVIDIA H200", world_size, world_size, "bfloat16", "nk", shape)
     config = replace(op.default(problem, GPU), tiles=Tiles(128, columns, 64))

@@ -1,4 +1,4 @@
-"""Tuning ep_dispatch, ep_combine and all_to_all, and calls that take what was tuned."""
+"""Tuning ep_dispatch, ep_combine and all_to_all, and calls that use the tuned configs."""
 
 from dataclasses import replace
 
@@ -23,18 +23,18 @@ from tdkernels.symm.group import group_state
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of
-from tests.autotune.test_selection import counted, tables_in, tune_by_hand
+from tests.autotune.test_selection import count_calls, store_entries, tables_in
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32, Routed
 from tests.support.aot import recorded_launches
 from tests.support.ranks import a_group, device, on_ranks
 from tests.support.routing import planned
 
 TUNED = EpConfig(num_senders=1, num_receivers=2, chunk_tokens=4, block_bytes=16384, num_warps=2)
-BACK = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
-BY_TORCH = EpConfig(method="torch")
+COMBINE_CONFIG = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
+TORCH = EpConfig(method="torch")
 EXPLICIT = EpConfig(num_senders=1, num_receivers=1, chunk_tokens=8, block_bytes=32768, num_warps=1)
 OPERATORS = ["all_to_all", "ep_combine", "ep_dispatch"]
-# Tokens of all ranks, H, experts, choices.
+# Operator, sizes (tokens of all ranks, H, experts, top-k), layout, dtype.
 PROBLEMS = [
     ("ep_dispatch", (8, 16, 4, 2), "exact", BF16), ("ep_dispatch", (8, 130, 4, 2), "static_fp8", BF16),
     ("ep_dispatch", (8, 16, 4, 2), "bounded_fp8", BF16),
@@ -43,15 +43,16 @@ PROBLEMS = [
 ]
 
 
-def are_tuned(folder):
+def tune_all(folder):
     with cache_in(folder / f"rank{dist.get_rank()}"):
         return [
-            expert_support.tunes(operator, shape, layout, TUNED, dtype) for operator, shape, layout, dtype in PROBLEMS
+            expert_support.check_tune(operator, shape, layout, TUNED, dtype)
+            for operator, shape, layout, dtype in PROBLEMS
         ]
 
 
-def test_all_ranks_find_the_same(tmp_path):
-    first, second = on_ranks(2, are_tuned, tmp_path)
+def test_all_ranks_find_the_same_entries(tmp_path):
+    first, second = on_ranks(2, tune_all, tmp_path)
     assert first == second
 
 
@@ -66,25 +67,25 @@ BAD = [
 ]
 
 
-def test_problems_that_there_are_not():
-    on_ranks(2, expert_support.are_refused, BAD)
+def test_bad_problems_are_rejected():
+    on_ranks(2, expert_support.check_rejected, BAD)
 
 
-# ---- what a call takes ----
+# ---- calls use tuned configs ----
 
 
-def a_case(tokens, **changes):
+def make_case(tokens, **changes):
     return Routed(tokens, **{**dict(k=2, experts=4, width=16, dtype=BF16), **changes})
 
 
-def there_and_back(case, group, config=None, **options):
-    """The configs that a dispatch, its combine and their backwards ran with."""
+def round_trip_configs(case, group, config=None, **options):
+    """Run and check a dispatch and its combine; return the configs of the launches."""
     launches = (
         (ep_launch, "launch_dispatch", lambda args, options: args[0].config),
         (ep_launch, "launch_combine", lambda args, options: args[2]),
     )
     x, weights = case.x.clone().requires_grad_(), case.weights.nan_to_num().requires_grad_()
-    with expert_support.recorded(*launches) as ran:
+    with expert_support.record_configs(*launches) as ran:
         recv, handle = tdkernels.ep_dispatch(
             x, case.ids, weights, num_experts=case.experts, group=group, config=config, **options
         )
@@ -98,106 +99,109 @@ def there_and_back(case, group, config=None, **options):
     return [config for _, config in ran]
 
 
-def take_the_entry(folder):
-    """With other numbers of tokens on each rank, that change on one rank alone; later calls ask nobody."""
+def check_tuned_configs(folder):
+    """Check the selected configs for token counts that differ between ranks and change on one rank only.
+
+    Repeated calls select without communication.
+    """
     with a_group() as group, tables_in(folder):
-        tune_by_hand(
+        store_entries(
             *(entry_of(TUNED, "ep_dispatch", (tokens, 16, 4, 2), "exact", dtype="bfloat16") for tokens in (4, 16)),
-            entry_of(BACK, "ep_combine", (8, 16, 4, 2), "exact", dtype="bfloat16"),
+            entry_of(COMBINE_CONFIG, "ep_combine", (8, 16, 4, 2), "exact", dtype="bfloat16"),
         )
         state = group_state(group)
-        assert there_and_back(a_case([3, 5]), group) == [TUNED, BACK]
+        assert round_trip_configs(make_case([3, 5]), group) == [TUNED, COMBINE_CONFIG]
         problems = {problem.operator: problem for problem, _ in state.choices}
         assert problems["ep_dispatch"].shape[1:] == problems["ep_combine"].shape[1:] == (16, 4, 2)
-        case = a_case([4, 5], seed=1)
-        there_and_back(case, group)  # perhaps the next power of two
+        case = make_case([4, 5], seed=1)
+        round_trip_configs(case, group)  # the bucket of tokens may change
         known = dict(state.choices)
-        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
-            assert there_and_back(case, group) == [TUNED, BACK] and (exchanges, lookups) == ([0], [0])
-        # What a dispatch was given is its combine's, too; then nothing is chosen.
-        assert there_and_back(a_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
+        with count_calls(state, "exchange") as exchanges, count_calls(selection, "look_up") as lookups:
+            assert round_trip_configs(case, group) == [TUNED, COMBINE_CONFIG] and (exchanges, lookups) == ([0], [0])
+        # An explicit config of the dispatch also applies to its combine, and nothing is selected.
+        assert round_trip_configs(make_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
         assert state.choices == known
-        # Of calls whose host does not wait for a routing nothing is known yet.
-        usual = [default_config(device()), default_config(device(), "ep_combine")]
-        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == usual
-        tune_by_hand(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "static", dtype="bfloat16"))
+        # With max_tokens the layout is "static", which has no entries yet.
+        defaults = [default_config(device()), default_config(device(), "ep_combine")]
+        assert round_trip_configs(make_case([3, 5]), group, max_tokens=16) == defaults
+        store_entries(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "static", dtype="bfloat16"))
         state.choices.clear()
-        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [TUNED, usual[1]]
-        # With a bound on the tokens of each rank they are that many; they leave at once, each with a signal of its own.
-        usual[0] = replace(default_config(device(), bounded=True), chunk_tokens=1)
-        assert there_and_back(a_case([3, 2]), group, max_tokens_per_rank=4) == usual
-        tune_by_hand(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "bounded", dtype="bfloat16"))
+        assert round_trip_configs(make_case([3, 5]), group, max_tokens=16) == [TUNED, defaults[1]]
+        # With max_tokens_per_rank the problem has W x 4 = 8 tokens. A low-latency dispatch signals each token.
+        defaults[0] = replace(default_config(device(), bounded=True), chunk_tokens=1)
+        assert round_trip_configs(make_case([3, 2]), group, max_tokens_per_rank=4) == defaults
+        store_entries(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "bounded", dtype="bfloat16"))
         state.choices.clear()
-        bounded = there_and_back(a_case([3, 2]), group, max_tokens_per_rank=4)
-        assert bounded == [replace(TUNED, chunk_tokens=1), usual[1]]
-        assert there_and_back(a_case([3, 2], seed=4), group, max_tokens_per_rank=4) == bounded
-        asked = explain("ep_dispatch", 8, 16, 4, 2, layout="static", group=group)
-        assert (asked.source, asked.config, asked.method, asked.plain_ms) == ("cache", TUNED, "fused", 3.0)
+        bounded = round_trip_configs(make_case([3, 2]), group, max_tokens_per_rank=4)
+        assert bounded == [replace(TUNED, chunk_tokens=1), defaults[1]]
+        assert round_trip_configs(make_case([3, 2], seed=4), group, max_tokens_per_rank=4) == bounded
+        result = explain("ep_dispatch", 8, 16, 4, 2, layout="static", group=group)
+        assert (result.source, result.config, result.method, result.plain_ms) == ("cache", TUNED, "fused", 3.0)
         del group, state
 
 
-def take_torchs_sequence(folder):
-    """Where it was the best, there and back and with gradients; what a graph is to capture goes by our kernels."""
+def check_torch_config(folder):
+    """Check that calls use the torch backend if it was the fastest; with max_tokens they use the Triton kernels."""
     with a_group() as group, tables_in(folder):
         sizes, exact = (16, 4, 2), {"layout": "exact", "dtype": "bfloat16"}
-        tune_by_hand(
-            *(entry_of(BY_TORCH, "ep_dispatch", (tokens, *sizes), **exact) for tokens in (4, 8, 16)),
-            *(entry_of(BY_TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
+        store_entries(
+            *(entry_of(TORCH, "ep_dispatch", (tokens, *sizes), **exact) for tokens in (4, 8, 16)),
+            *(entry_of(TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
         )
         x, splits = torch.ones(5, 16, dtype=BF16, device=device()), torch.tensor([2, 3], device=device())
-        with counted(TorchRouting, "dispatch") as by_torch, counted(ep_route, "route_by_torch") as counts:
-            assert there_and_back(a_case([3, 5]), group) == [] and by_torch == [1]
+        with count_calls(TorchRouting, "dispatch") as dispatches, count_calls(ep_route, "route_by_torch") as counts:
+            assert round_trip_configs(make_case([3, 5]), group) == [] and dispatches == [1]
             tdkernels.all_to_all(x, splits, group=group)
-            assert by_torch == [2] and counts == [0], "what our kernels have counted is counted again"
-            assert len(there_and_back(a_case([3, 5]), group, max_tokens=16)) == 2 and by_torch == [2]
-        asked = explain("ep_dispatch", 8, 16, 4, 2, layout="exact", group=group)
-        assert (asked.source, asked.config, asked.method) == ("cache", BY_TORCH, "torch")
+            assert dispatches == [2] and counts == [0], "tokens counted by the kernels are not counted again"
+            assert len(round_trip_configs(make_case([3, 5]), group, max_tokens=16)) == 2 and dispatches == [2]
+        result = explain("ep_dispatch", 8, 16, 4, 2, layout="exact", group=group)
+        assert (result.source, result.config, result.method) == ("cache", TORCH, "torch")
         del group
 
 
-def test_a_call_goes_by_torch_where_that_was_the_best(tmp_path):
-    on_ranks(2, take_torchs_sequence, tmp_path)
+def test_call_uses_the_torch_backend_if_it_was_fastest(tmp_path):
+    on_ranks(2, check_torch_config, tmp_path)
 
 
 @pytest.mark.parametrize("operator, layout", [
     (operator, layout) for operator in OPERATORS for layout in tunable(operator).layouts
 ])
-def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway(operator, layout):
+def test_torch_is_a_candidate_only_for_exact_layouts(operator, layout):
     op, sizes = tunable(operator), (16, 64, 4) if operator == "all_to_all" else (16, 64, 4, 2)
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, sizes)
-    if operator == "ep_combine":  # what has come by our kernels goes back by them
-        assert op.plain() is None and op.illegal(BY_TORCH, problem, torch.device("cpu")) is not None
+    if operator == "ep_combine":  # a combine uses the backend of its dispatch
+        assert op.plain() is None and op.illegal(TORCH, problem, torch.device("cpu")) is not None
     else:
-        assert op.plain() == BY_TORCH
-        assert (op.illegal(BY_TORCH, problem, torch.device("cpu")) is None) == layout.startswith("exact")
+        assert op.plain() == TORCH
+        assert (op.illegal(TORCH, problem, torch.device("cpu")) is None) == layout.startswith("exact")
 
 
-def test_a_call_takes_what_was_tuned(tmp_path):
-    on_ranks(2, take_the_entry, tmp_path)
+def test_call_uses_tuned_config(tmp_path):
+    on_ranks(2, check_tuned_configs, tmp_path)
 
 
-def choose_between_ranks_without_tokens(folder):
+def check_ranks_without_tokens(folder):
     with a_group() as group, tables_in(folder):
         for tokens in ([0, 0], [0, 3]):
-            there_and_back(a_case(tokens, dtype=FP32), group)
+            round_trip_configs(make_case(tokens, dtype=FP32), group)
         del group
 
 
 def test_ranks_without_tokens(tmp_path):
-    on_ranks(2, choose_between_ranks_without_tokens, tmp_path)
+    on_ranks(2, check_ranks_without_tokens, tmp_path)
 
 
-def send_rows(folder):
+def check_all_to_all(folder):
     rank = dist.get_rank()
     x = torch.arange(20.0 * 16).view(20, 16).to(device())[rank * 9 : 9 + rank * 11].bfloat16()
     splits = torch.tensor([[5, 4], [4, 7]][rank], device=device())
     with a_group() as group, tables_in(folder):
         entries = [entry_of(TUNED, "all_to_all", (tokens, 16, 2), "exact", dtype="bfloat16") for tokens in (8, 32)]
-        codes = [entry_of(BACK, "all_to_all", (tokens, 8, 2), "exact", dtype="bfloat16") for tokens in (8, 32)]
-        tune_by_hand(*entries, *codes)
+        fp8 = [entry_of(COMBINE_CONFIG, "all_to_all", (tokens, 8, 2), "exact", dtype="bfloat16") for tokens in (8, 32)]
+        store_entries(*entries, *fp8)
         launches = (ep_launch, "launch_dispatch", lambda args, options: args[0].config)
-        for payload, expected in ((x, TUNED), (x.to(torch.float8_e4m3fn), BACK)):
-            with expert_support.recorded(launches) as ran:
+        for payload, expected in ((x, TUNED), (x.to(torch.float8_e4m3fn), COMBINE_CONFIG)):
+            with expert_support.record_configs(launches) as ran:
                 out, out_splits, _ = tdkernels.all_to_all(payload, splits, group=group)
                 back, _, _ = tdkernels.all_to_all(out, out_splits, group=group)
             assert torch.equal(back.view(torch.uint8), payload.view(torch.uint8))
@@ -206,16 +210,16 @@ def send_rows(folder):
         del group
 
 
-def test_all_to_all_takes_what_was_tuned(tmp_path):
-    on_ranks(2, send_rows, tmp_path)
+def test_all_to_all_uses_tuned_config(tmp_path):
+    on_ranks(2, check_all_to_all, tmp_path)
 
 
 # ---- without ranks ----
 
 
 @pytest.mark.parametrize("world_size, num_experts, choices", [(2, 4, 2), (2, 2, 1), (4, 64, 6), (8, 256, 8), (3, 9, 9)])
-def test_the_tokens_that_a_routing_stands_for(world_size, num_experts, choices):
-    """Evenly routed tokens of any number, with a few more on the fullest rank, are taken for what they are."""
+def test_tokens_of_a_routing(world_size, num_experts, choices):
+    """tokens_of recovers the number of tokens from even routings, also if the fullest rank has 5% more."""
     for tokens in (8, 128, 1000, 4096):
         staged = tokens * (world_size - 1) * crossing_share(world_size, num_experts, choices)
         for more in (1.0, 1.05):
@@ -225,24 +229,24 @@ def test_the_tokens_that_a_routing_stands_for(world_size, num_experts, choices):
             assert found == exact or exact & (exact - 1), "a power of two"
         capacity = sure_capacity(world_size * tokens, world_size, num_experts, choices)
         assert tokens_of(capacity, capacity, world_size, num_experts, choices) == bucket(world_size * tokens)
-    of_nothing = tokens_of(0, None, world_size, num_experts, choices)
-    assert of_nothing == tokens_of(1, None, world_size, num_experts, choices) <= 4
+    without_tokens = tokens_of(0, None, world_size, num_experts, choices)
+    assert without_tokens == tokens_of(1, None, world_size, num_experts, choices) <= 4
     assert tokens_of(1, 1, world_size, num_experts, choices) == 1
 
 
-def test_share_of_tokens_that_cross():
+def test_crossing_share():
     ids = torch.rand(20000, 12).argsort(1)[:, :3]
     assert crossing_share(4, 12, 3) == pytest.approx((ids < 3).any(1).float().mean().item(), abs=0.02)
     assert crossing_share(2, 4, 4) == 1.0
 
 
-def test_calls_go_by_powers_of_two():
+def test_key_rounds_tokens_up_to_a_power_of_two():
     op = tunable("ep_combine")
     problem = Problem("ep_combine", "cpu", 2, 2, "bfloat16", "exact", (700, 16, 4, 2))
     assert op.key(problem).shape == (1024, 16, 4, 2) and op.key(op.key(problem)) == op.key(problem)
 
 
-def test_operands_do_not_tell_how_many_experts_there_are():
+def test_operands_do_not_determine_the_number_of_experts():
     with pytest.raises(ValueError, match="ep_dispatch: operands do not determine all of its sizes; give them"):
         explain("ep_dispatch", (4, 16), (4, 2), world_size=2)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
@@ -258,28 +262,28 @@ SIZES = [(2, 128, 1024, 8, 2), (8, 1024, 7168, 256, 8), (8, 65536, 7168, 256, 8)
 @pytest.mark.parametrize("layout", ["exact", "static"])
 def test_estimates(operator, layout):
     sizes = [(size[0], layout, *size[1 : 4 if operator == "all_to_all" else 5]) for size in SIZES]
-    with expert_support.an_h200():
-        expert_support.estimates_are_sensible(operator, sizes)
+    with expert_support.fake_h200():
+        expert_support.check_estimates(operator, sizes)
 
 
-def test_codes_take_less_on_the_wire():
-    with expert_support.an_h200():
+def test_fp8_reduces_wire_bytes():
+    with expert_support.fake_h200():
         op = tunable("ep_dispatch")
-        of = {
+        problems = {
             layout: Problem("ep_dispatch", "NVIDIA H200", 8, 8, "bfloat16", layout, (32768, 7168, 256, 8))
             for layout in ("static", "static_fp8")
         }
-        # The documents say how many bytes.
-        assert op.floors(of["static"]).wire_bytes == pytest.approx(269.80e6, rel=0.01)
-        assert op.floors(of["static_fp8"]).wire_bytes == pytest.approx(139.12e6, rel=0.01)
-        default = op.default(of["static"], expert_support.GPU)
-        assert op.estimate_ms(default, of["static_fp8"], expert_support.H200) < op.estimate_ms(
-            default, of["static"], expert_support.H200
+        # These byte counts are also in the documentation.
+        assert op.floors(problems["static"]).wire_bytes == pytest.approx(269.80e6, rel=0.01)
+        assert op.floors(problems["static_fp8"]).wire_bytes == pytest.approx(139.12e6, rel=0.01)
+        default = op.default(problems["static"], expert_support.GPU)
+        assert op.estimate_ms(default, problems["static_fp8"], expert_support.H200) < op.estimate_ms(
+            default, problems["static"], expert_support.H200
         )
 
 
-def compiled_and_launched(operator, layout, launch, *launchers, config=TUNED):
-    """Of one problem: what a call would launch last, and what the tuner compiles for it."""
+def check_compiled_ahead(operator, layout, launch, *launchers, config=TUNED):
+    """Check that the tuner compiles the kernel that ``launch`` launches last."""
     op = tunable(operator)
     sizes = {"all_to_all": (16, 64, 4), "group_gemm": (64, 128, 64, 4)}.get(operator, (16, 64, 4, 2))
     ranks = 1 if op.alone else 2
@@ -293,7 +297,7 @@ def compiled_and_launched(operator, layout, launch, *launchers, config=TUNED):
         launches.clear()
         op.compile([tensor.to("meta") for tensor in operands], problem, config)
         assert len(launches) == 1
-        expert_support.same_code(launched, launches[0])
+        expert_support.assert_same_code(launched, launches[0])
 
 
 MODULES = counting, counted_routing, ep_launch, low_latency
@@ -314,51 +318,53 @@ def low_latency_route(problem, ids, **options):
 
 
 @pytest.mark.parametrize("layout", ["static", "static_fp8"])
-def test_a_dispatch_is_compiled_ahead(layout):
+def test_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
         route(problem, ids).dispatch(x, weights=weights, quantize=layout == "static_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, MODULES)
+    check_compiled_ahead("ep_dispatch", layout, launch, MODULES)
 
 
 @pytest.mark.parametrize("layout", ["bounded", "bounded_fp8"])
-def test_a_direct_dispatch_is_compiled_ahead(layout):
+def test_low_latency_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
         low_latency_route(problem, ids).dispatch(x, weights=weights, quantize=layout == "bounded_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, MODULES)
+    check_compiled_ahead("ep_dispatch", layout, launch, MODULES)
 
 
-def test_what_is_direct_is_a_candidate_beside_what_is_counted_first():
-    with expert_support.an_h200():
+def test_low_latency_candidates_for_few_tokens():
+    with expert_support.fake_h200():
         op = tunable("ep_dispatch")
-        for tokens, most in ((128, True), (1024, True), (2048, False)):
+        for tokens, expected in ((128, True), (1024, True), (2048, False)):
             problem = Problem("ep_dispatch", "h200", 8, 8, "bfloat16", "bounded_fp8", (8 * tokens, 7168, 256, 8))
-            direct = [config for config in op.space(problem, torch.device("cuda")) if config.direct_tokens >= tokens]
-            counted = [config for config in op.space(problem, torch.device("cuda")) if config.direct_tokens == 0]
-            assert counted and bool(direct) == most
-            assert {config.chunk_tokens for config in direct} <= {1} < {config.chunk_tokens for config in counted}
+            space = op.space(problem, torch.device("cuda"))
+            low_latency = [config for config in space if config.direct_tokens >= tokens]
+            two_phase = [config for config in space if config.direct_tokens == 0]
+            assert two_phase and bool(low_latency) == expected
+            chunks = [{config.chunk_tokens for config in configs} for configs in (low_latency, two_phase)]
+            assert chunks[0] <= {1} < chunks[1]
 
 
-def test_a_combine_is_compiled_ahead():
+def test_combine_is_compiled_ahead():
     def launch(problem, x, ids, weights):
         routing = route(problem, ids)
         rows, _, row_weights = routing.dispatch(x, weights=weights)
         routing.combine(rows, weights=weights, row_weights=row_weights)
 
-    compiled_and_launched("ep_combine", "static", launch, MODULES)
+    check_compiled_ahead("ep_combine", "static", launch, MODULES)
 
 
-def test_an_all_to_all_is_compiled_ahead():
+def test_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
         route(problem, torch.zeros(len(x), 1, dtype=torch.int64)).dispatch(x)
 
-    compiled_and_launched("all_to_all", "static", launch, MODULES)
+    check_compiled_ahead("all_to_all", "static", launch, MODULES)
 
 
-def test_a_direct_all_to_all_is_compiled_ahead():
+def test_low_latency_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
         ids, code = torch.zeros(len(x), 1, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
         low_latency_route(problem, ids, by_source=True, error_code=code).dispatch(x)
 
-    compiled_and_launched("all_to_all", "bounded", launch, MODULES)
+    check_compiled_ahead("all_to_all", "bounded", launch, MODULES)

@@ -1,4 +1,4 @@
-"""explain() says what a call would run with, from where it comes and what limits it, and asks no other rank."""
+"""explain(): the config of a call, its source and its limits, without communication."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ from tests.support.ranks import a_group, device, on_ranks
 
 FP32 = torch.float32
 SHAPE = (64, 32, 96)  # M, N, K, for two ranks
-# Of this process, which is no rank.
+# Device of this process, which is not a rank.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
 TILES = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 TUNED = {
@@ -37,16 +37,16 @@ def problem_of(operator, shape=SHAPE, layout="nk", dtype="float32", device=DEVIC
     return Problem(operator, gpu_name(device), 2, 2, dtype, layout, tuple(shape))
 
 
-def entry_of(operator, shape=SHAPE, ms=2.0, plain_ms=3.0, local_ms=0.5, wire_ms=0.25, config=None, **of_the_problem):
+def entry_of(operator, shape=SHAPE, ms=2.0, plain_ms=3.0, local_ms=0.5, wire_ms=0.25, config=None, **problem_fields):
     op = tunable(operator)
     config = op.config_to_dict(config or TUNED[operator])
-    problem = problem_of(operator, shape, **of_the_problem)
+    problem = problem_of(operator, shape, **problem_fields)
     return table.Entry(problem, versions(op), config, ms, plain_ms, 4.0, local_ms, wire_ms, "2026-01-02")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Tables of the test's own, none at first, and the mode that people have."""
+    """Use empty tables and the default mode of users, "cached"."""
     monkeypatch.setattr(disk_cache, "SHIPPED", tmp_path / "shipped")
     with cache_in(tmp_path / "user"), autotune.mode("cached"):
         yield tmp_path
@@ -64,15 +64,15 @@ def explained(operator, *shapes, **options):
 
 
 def floors_of(problem, rates):
-    """ms of computation and wire, by hand: all multiply M x N x K / W, and gather or scatter rows of W - 1 peers."""
+    """Compute the floors of computation and wire in ms: a GEMM of M x N x K / W, and the rows of W - 1 peers."""
     (m, n, k), ranks = problem.shape, problem.world_size
     width = {"ag_gemm": k, "gemm_rs": n, "gemm_ar": 2 * n}[problem.operator]  # an all-reduce does both
     moved = m / ranks * width * 4 * (ranks - 1)
     return 2 * m * n * k / ranks / rates.flops * 1e3, moved / rates.link * 1e3
 
 
-def is_estimated(result):
-    """Times and floors are the model's on a GPU; on CPU ranks an interpreter runs the kernels, and they are unknown."""
+def check_estimated(result):
+    """Check that times and floors are the cost model's; on CPU ranks, where kernels are interpreted, they are None."""
     assert not result.measured and not result.local_measured and result.plain_ms is None
     if DEVICE.type == "cpu":
         assert (result.expected_ms, result.local_ms, result.wire_ms, result.floor_ms) == (None,) * 4
@@ -84,8 +84,8 @@ def is_estimated(result):
     assert (result.local_ms, result.wire_ms) == pytest.approx(floors_of(result.problem, rates))
 
 
-def shows(result, *lines):
-    """The text has just these lines below its title; each is given by a pattern."""
+def check_text(result, *lines):
+    """Check the lines of the text below its title against these patterns."""
     title, *rest = str(result).splitlines()
     assert title == str(result.problem)
     assert len(rest) == len(lines), rest
@@ -93,7 +93,7 @@ def shows(result, *lines):
         assert re.fullmatch(pattern, got), f"{pattern!r} is not {got!r}"
 
 
-# ---- the sources ----
+# ---- sources ----
 
 CONFIG_LINES = {
     "ag_gemm": "  config      method=fused tiles=32/64/32/8/4/2 transport=push num_comm_sms=3 chunk_tiles=1 split_k=1",
@@ -112,14 +112,14 @@ def test_default(operator):
     assert (result.method, result.tuned_for) == (expected.method, None)
     with autotune.mode("off"):
         assert explained(operator).config == op.default(problem, DEVICE)
-    is_estimated(result)
+    check_estimated(result)
     assert "  came from   the built-in heuristic: " in str(result)
 
 
 @pytest.mark.parametrize("rate", ["the best rate", "a rate guessed from the GPU's properties"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_estimated_on_a_gpu(operator, rate, monkeypatch):
-    """As on a GPU, which need not be there: the rates are made up here."""
+    """On a simulated GPU with fixed rates."""
     rates = Hardware(1e12, 1e12, 1e10, 100, measured=rate == "the best rate")
     monkeypatch.setattr(sys.modules["tdkernels.autotune.explain"], "hardware", lambda device, dtype: rates)
     op, problem = tunable(operator), replace(problem_of(operator), gpu="NVIDIA Testing")
@@ -128,7 +128,7 @@ def test_estimated_on_a_gpu(operator, rate, monkeypatch):
     assert (result.local_ms, result.wire_ms) == pytest.approx(floors_of(problem, rates)) and not result.local_measured
     assert result.floor_ms == max(result.local_ms, result.wire_ms) > 0
     local, wire = (f"{round(100 * ms / result.expected_ms)}%" for ms in (result.local_ms, result.wire_ms))
-    shows(
+    check_text(
         result,
         "  runs        fused",
         CONFIG_LINES[operator],
@@ -150,7 +150,7 @@ def test_measured(operator, source):
     assert result.problem == result.tuned_for == entry.problem
     assert (result.expected_ms, result.measured, result.plain_ms) == (2.0, True, 3.0)
     assert (result.local_ms, result.local_measured, result.wire_ms, result.floor_ms) == (0.5, True, 0.25, 0.5)
-    shows(
+    check_text(
         result,
         "  runs        fused",
         CONFIG_LINES[operator],
@@ -165,7 +165,7 @@ def test_measured(operator, source):
     assert "; 2.000 ms measured, torch's sequence 3.000 ms; " in line and "\n" not in line
 
 
-def test_measured_only_in_part():
+def test_partly_measured():
     disk_cache.store([entry_of("ag_gemm", plain_ms=None, local_ms=None, wire_ms=None)])
     result = explained("ag_gemm")
     assert (result.source, result.expected_ms, result.measured, result.plain_ms) == ("cache", 2.0, True, None)
@@ -177,7 +177,7 @@ def test_measured_only_in_part():
     assert "sequence" not in str(result) and "sequence" not in result.line()
 
 
-def test_the_plain_sequence():
+def test_torch_baseline():
     disk_cache.store([entry_of("gemm_rs", ms=3.0, config=GemmRsConfig(method="torch"))])
     result = explained("gemm_rs")
     assert (result.method, result.config, result.source) == ("torch", GemmRsConfig(method="torch"), "cache")
@@ -193,8 +193,8 @@ def test_nearest(operator):
     result = explained(operator)
     assert (result.source, result.config) == ("nearest", TUNED[operator])
     assert (result.problem, result.tuned_for) == (problem_of(operator), problem_of(operator, far))
-    # What was measured was another problem.
-    is_estimated(result)
+    # The measurement is of another problem.
+    check_estimated(result)
     assert f"\n  tuned for   {problem_of(operator, far)}\n" in str(result)
 
 
@@ -204,21 +204,21 @@ def test_explicit(operator):
     config = replace(TUNED[operator], tiles=None)
     result = explained(operator, config=config)
     tiles = tunable(operator).default(problem_of(operator), DEVICE).tiles
-    assert (result.source, result.config) == ("explicit", replace(config, tiles=tiles)), "with what it leaves open"
+    assert (result.source, result.config) == ("explicit", replace(config, tiles=tiles)), "unset fields are filled in"
     assert (result.tuned_for, result.measured) == (None, False)
-    is_estimated(explained(operator, config=TUNED[operator]))
+    check_estimated(explained(operator, config=TUNED[operator]))
     assert "  came from   the call\n" in str(result)
     assert explained(operator, config=replace(config, method="torch")).method == "torch"
 
 
-def test_mode_off_knows_no_tables():
+def test_mode_off_ignores_tables():
     disk_cache.store([entry_of("ag_gemm")])
     with autotune.mode("off"):
         assert explained("ag_gemm").source == "default"
     assert explained("ag_gemm").source == "cache"
 
 
-# ---- ways to ask ----
+# ---- arguments ----
 
 
 def test_by_name_and_by_function():
@@ -228,7 +228,7 @@ def test_by_name_and_by_function():
     assert tdkernels.explain is explain
 
 
-# Operands of a rank of two, for SHAPE.
+# Operand shapes on each of two ranks, for SHAPE.
 OPERANDS = {
     "ag_gemm": ((32, 96), (16, 96)),
     "gemm_rs": ((64, 48), (32, 48)),
@@ -243,7 +243,7 @@ def test_by_sizes_by_shapes_and_by_tensors(operator):
     assert explained(operator, x, weight) == expected
     assert explained(operator, torch.Size(x), list(weight)) == expected
     tensors = [torch.empty(shape, device=DEVICE) for shape in (x, weight)]
-    assert explain(operator, *tensors, world_size=2) == expected  # dtype and device are theirs
+    assert explain(operator, *tensors, world_size=2) == expected  # dtype and device of the tensors
     batched = tensors[0].view(2, x[0] // 2, x[1])
     assert explain(operator, batched, tensors[1], world_size=2) == expected
     half = [tensor.half() for tensor in tensors]
@@ -260,7 +260,7 @@ def test_layout_of_a_transposed_weight(operator):
     result = explain(operator, x, transposed, world_size=2)
     assert (result.problem, result.source) == (problem_of(operator, layout="kn"), "cache")
     assert explained(operator, layout="kn") == explained(operator, *OPERANDS[operator], layout="kn") == result
-    copied = torch.empty(2 * weight.shape[0], 2 * weight.shape[1], device=DEVICE)[::2, ::2]  # to the usual layout
+    copied = torch.empty(2 * weight.shape[0], 2 * weight.shape[1], device=DEVICE)[::2, ::2]  # copied to "nk"
     assert explain(operator, x, copied, world_size=2).problem.layout == "nk"
 
 
@@ -270,7 +270,7 @@ def test_layout_of_a_transposed_weight(operator):
         (SHAPE, {"operator": "reduce"}, "operator must be one of .*ag_gemm, .*, not 'reduce'"),
         pytest.param(
             SHAPE, {"operator": torch.matmul}, "operator must be one of .*ag_gemm, .*, not 'matmul'",
-            id="another function",  # its text has an address, by which each process would name the test anew
+            id="another function",  # its repr contains an address, which would change the test's id in each process
         ),
         ((65, 32, 96), {}, "ag_gemm: M = 65 is not divisible by 2 ranks"),
         ((64, 33, 96), {}, "ag_gemm: N = 33 is not divisible by 2 ranks"),
@@ -291,33 +291,34 @@ def test_layout_of_a_transposed_weight(operator):
     ids=str,
 )
 def test_bad_arguments(shapes, options, message):
-    options = dict(options)  # the parameter itself is there for later repetitions
+    options = dict(options)  # a copy, because the parameter is reused if the test is repeated
     with pytest.raises(ValueError, match=message):
         explained(options.pop("operator", "ag_gemm"), *shapes, **options)
 
 
-def test_an_all_reduce_takes_any_number_of_rows_and_columns():
+def test_gemm_ar_accepts_any_m_and_n():
     assert explained("gemm_ar", 65, 33, 96) == explained("gemm_ar", (65, 48), (33, 48))
 
 
 @pytest.mark.parametrize("config", [GemmRsConfig(), GemmRsConfig(method="torch"), "fused"], ids=str)
-def test_a_config_of_another_kind(config):
+def test_config_of_wrong_type(config):
     with pytest.raises((TypeError, ValueError), match="AgGemmConfig"):  # as for the operator itself
         explained("ag_gemm", config=config)
 
 
-# ---- in a rank ----
+# ---- on ranks ----
 
 
-def is_local():
-    """Rank 0 alone asks; that the group is still in step shows in the call after it."""
+def check_no_communication():
+    """Call explain on rank 0 only, then check with a call that the group is still in step."""
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         case = Case("ag_gemm", FP32, 32, 16, 96, exact=True)
         if dist.get_rank() == 0:
             patch.setattr(GroupState, "exchange", None)
-            for asked in (explain("ag_gemm", case.x, case.weight, group=group), explain("ag_gemm", *SHAPE, dtype=FP32)):
-                assert (asked.problem.shape, asked.problem.world_size) == (SHAPE, 2)
-                assert asked.problem.gpu == gpu_name(device()) and asked.source == "default"
+            by_operands = explain("ag_gemm", case.x, case.weight, group=group)
+            for result in (by_operands, explain("ag_gemm", *SHAPE, dtype=FP32)):
+                assert (result.problem.shape, result.problem.world_size) == (SHAPE, 2)
+                assert result.problem.gpu == gpu_name(device()) and result.source == "default"
             with pytest.raises(ValueError, match="M = 65 is not divisible by 2 ranks"):
                 explain("ag_gemm", 65, 32, 96, group=group)
             patch.undo()
@@ -326,11 +327,11 @@ def is_local():
         del group
 
 
-def test_one_rank_may_ask_alone():
-    on_ranks(2, is_local)
+def test_explain_on_one_rank_only():
+    on_ranks(2, check_no_communication)
 
 
-def asks_in_a_subgroup():
+def check_subgroup():
     with a_group([0, 2]) as group:
         if dist.get_rank() != 1:
             assert explain("ag_gemm", *SHAPE, group=group).problem.world_size == 2
@@ -343,21 +344,21 @@ def asks_in_a_subgroup():
         del group
 
 
-def test_the_group_that_is_meant():
-    on_ranks(3, asks_in_a_subgroup)
+def test_explain_for_a_subgroup():
+    on_ranks(3, check_subgroup)
 
 
-def reports_what_was_agreed(folder):
-    """The files of rank 1 say otherwise, and those of rank 0 do so later."""
+def check_agreed_config(folder):
+    """Check that explain reports the agreed config if rank 1 has other entries, and rank 0 gets them later."""
     rank = dist.get_rank()
     case = Case("ag_gemm", FP32, 32, 16, 96, exact=True)
     default = tunable("ag_gemm").default(problem_of("ag_gemm", device=device()), device())
     agreed, others = (replace(default, num_comm_sms=number) for number in (3, 4))
 
-    def tuned(config, ms):
+    def store(config, ms):
         disk_cache.store([entry_of("ag_gemm", config=config, ms=ms, device=device())])
 
-    def asked(group):
+    def explained_config(group):
         result = explain("ag_gemm", case.x, case.weight, group=group)
         assert (result.source, result.measured) == ("cache", True)
         return result.config, result.expected_ms
@@ -367,26 +368,27 @@ def reports_what_was_agreed(folder):
         patch.setattr(disk_cache, "SHIPPED", folder / "none")
         disk_cache.forget()
         try:
-            tuned(*[(agreed, 7.0), (others, 9.0)][rank])
-            assert asked(group) == [(agreed, 7.0), (others, 9.0)][rank], "what this rank would propose"
+            store(*[(agreed, 7.0), (others, 9.0)][rank])
+            own = [(agreed, 7.0), (others, 9.0)][rank]
+            assert explained_config(group) == own, "before a call, each rank reports its own selection"
             case.check({"output": case.call(group=group)})
-            assert asked(group) == (agreed, 7.0)
-            tuned(others, 1.0)
-            assert asked(group) == (agreed, 7.0)
+            assert explained_config(group) == (agreed, 7.0)
+            store(others, 1.0)
+            assert explained_config(group) == (agreed, 7.0)
             with autotune.mode("off"):
                 assert explain("ag_gemm", case.x, case.weight, group=group).source == "default"
-            # A config that the call is given needs no agreement.
+            # An explicit config needs no agreement.
             assert explain("ag_gemm", case.x, case.weight, group=group, config=others).source == "explicit"
         finally:
             disk_cache.forget()
         del group
 
 
-def test_after_a_call_it_reports_what_the_ranks_agreed_on(folder):
-    on_ranks(2, reports_what_was_agreed, folder)
+def test_explain_after_a_call_reports_the_agreed_config(folder):
+    on_ranks(2, check_agreed_config, folder)
 
 
-def test_operands_in_the_place_of_the_operator_are_not_printed():
+def test_tensor_instead_of_operator_is_not_printed():
     x = torch.zeros(1000, 1000)
     with pytest.raises(ValueError, match="or an operator such as tdkernels.ag_gemm, not a Tensor$"):
         explain(x, x, world_size=2)

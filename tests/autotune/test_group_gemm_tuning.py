@@ -1,4 +1,4 @@
-"""Tuning group_gemm and its gradients, and calls that take what was tuned: one rank, which asks nobody."""
+"""Tuning group_gemm and its gradients on one rank, and calls that use the tuned configs."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from tdkernels.symm.group import alone
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of
-from tests.autotune.test_ep_tuning import compiled_and_launched
-from tests.autotune.test_selection import tables_in, tune_by_hand
+from tests.autotune.test_ep_tuning import check_compiled_ahead
+from tests.autotune.test_selection import store_entries, tables_in
 from tests.ops.experts.dispatch.oracle import BF16, FP32
 from tests.ops.experts.grouped_gemm.oracle import Grouped
 from tests.support.ranks import DEVICE, device, on_ranks
@@ -25,16 +25,16 @@ TILED = GroupGemmConfig(tiles=Tiles(64, 64, 64))
 TORCH = GroupGemmConfig(method="torch")
 
 
-def multiply(folder):
-    """One rank tunes and takes what it has found; "off" and what is known of other sizes change nothing."""
+def check_forward(folder):
+    """Check that a call uses the tuned config; mode "off" and entries of other layouts do not apply."""
     with tables_in(folder):
         x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
         x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
         launches = (grouped_gemm_launch, "product", lambda args, options: args[5])
-        with expert_support.recorded(launches) as ran:
+        with expert_support.record_configs(launches) as ran:
             tdkernels.group_gemm(x, w, splits)
-            expert_support.tunes("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
-            tune_by_hand(entry_of(SMALL, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
+            expert_support.check_tune("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
+            store_entries(entry_of(SMALL, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
             ran.clear()
             y = tdkernels.group_gemm(x, w, splits)
             assert torch.allclose(y, group_gemm_ref(x, w, splits), rtol=1e-4, atol=1e-4)
@@ -43,61 +43,61 @@ def multiply(folder):
                 tdkernels.group_gemm(x, w, splits)
             tdkernels.group_gemm(x, w, splits, config=GroupGemmConfig())
         assert [config for _, config in ran[1:]] == [None, GroupGemmConfig()]
-        asked = explain("group_gemm", x, w, splits, world_size=1)
-        assert (asked.problem.shape, asked.problem.world_size) == ((13, 8, 16, 3), 1)
+        result = explain("group_gemm", x, w, splits, world_size=1)
+        assert (result.problem.shape, result.problem.world_size) == ((13, 8, 16, 3), 1)
 
 
-def test_group_gemm(tmp_path):
-    on_ranks(1, multiply, tmp_path)
+def test_forward_uses_tuned_config(tmp_path):
+    on_ranks(1, check_forward, tmp_path)
 
 
-def takes_what_is_known_of_gradients(folder):
-    """Each gradient has its own entry, by torch or our kernel, whatever config the forward has; "off" leaves both."""
+def check_gradients(folder):
+    """Check that each gradient uses its own entry, independently of the forward's config; "off" ignores both."""
     problem = Grouped(FP32, [5, 0, 8], 8, 16)
-    dx, dw = (16, 16, 8, 3), (16, 8, 16, 3)  # 13 rows up to a power of two
+    dx, dw = (16, 16, 8, 3), (16, 8, 16, 3)  # 13 rows, rounded up to a power of two
     launches = [(grouped_gemm_launch, "product", lambda args, options: args[5]),
                 (grouped_gemm_launch, "weight_gradient", lambda args, options: args[4])]
 
     def gradients(**options):
-        with expert_support.recorded(*launches) as ran:
+        with expert_support.record_configs(*launches) as ran:
             problem.check(problem.run(**options))
         return ran[1:]
 
     with tables_in(folder):
         default = [("product", None), ("weight_gradient", None)]
         assert gradients() == default
-        tune_by_hand(entry_of(SMALL, "group_gemm", dx, "kn", world_size=1),
+        store_entries(entry_of(SMALL, "group_gemm", dx, "kn", world_size=1),
                      entry_of(SMALL, "group_gemm", dw, "dw", world_size=1))
-        assert gradients() == default  # known calls ask nobody again
+        assert gradients() == default  # repeated calls keep their cached selection
         entry = entry_of(SMALL, "group_gemm", dx, "kn", world_size=1)
-        forget(tunable("group_gemm"), entry.problem, alone.choices)  # as the tuner does at its end
+        forget(tunable("group_gemm"), entry.problem, alone.choices)  # the tuner does this after tuning
         assert gradients() == gradients(config=GroupGemmConfig()) == [("product", SMALL), ("weight_gradient", SMALL)]
         with autotune.mode("off"):
             assert gradients() == default
-        tune_by_hand(entry_of(TORCH, "group_gemm", dx, "kn", world_size=1),
+        store_entries(entry_of(TORCH, "group_gemm", dx, "kn", world_size=1),
                      entry_of(TORCH, "group_gemm", dw, "dw", world_size=1))
         forget_choices()
         assert gradients() == []
     forget_choices()
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="torch has no grouped product of fp32 on a GPU")
-def test_gradients_of_group_gemm(tmp_path):
-    on_ranks(1, takes_what_is_known_of_gradients, tmp_path)
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch has no fp32 grouped GEMM on a GPU")
+def test_gradients_use_tuned_configs(tmp_path):
+    on_ranks(1, check_gradients, tmp_path)
 
 
-def tunes_gradients(folder):
+def check_tuning_of_gradients(folder):
     with cache_in(folder):
         for layout in ("kn", "dw"):
             for dtype in (BF16, FP32):
-                expert_support.tunes("group_gemm", (64, 24, 16, 3), layout, SMALL, dtype)
+                expert_support.check_tune("group_gemm", (64, 24, 16, 3), layout, SMALL, dtype)
 
 
-def test_gradients_of_group_gemm_are_tuned(tmp_path):
-    on_ranks(1, tunes_gradients, tmp_path)
+def test_gradients_are_tuned(tmp_path):
+    on_ranks(1, check_tuning_of_gradients, tmp_path)
 
 
-def knows_a_transposed_weight():
+def check_layouts():
     x, w, splits = torch.randn(13, 16), torch.randn(3, 16, 8), torch.tensor([5, 0, 8])
     assert explain("group_gemm", x, w.transpose(1, 2), splits, world_size=1).problem.layout == "kn"
     assert explain("group_gemm", x, torch.randn(3, 8, 16), splits, world_size=1).problem.layout == "none"
@@ -106,30 +106,30 @@ def knows_a_transposed_weight():
             explain("group_gemm", *operands, world_size=1)
 
 
-def test_a_transposed_weight_is_a_problem_of_its_own():
-    on_ranks(1, knows_a_transposed_weight)
+def test_transposed_weight_is_a_separate_problem():
+    on_ranks(1, check_layouts)
 
 
 # ---- without ranks ----
 
 
 def test_estimates_of_group_gemm():
-    with expert_support.an_h200():
+    with expert_support.fake_h200():
         sizes = [(1, "swiglu", 64, 4096, 4096, 8), (1, "none", 65536, 2048, 7168, 32)]
         sizes += [(1, "kn", 4096, 7168, 4096, 8), (1, "dw", 4096, 3584, 4096, 8)]
-        expert_support.estimates_are_sensible("group_gemm", sizes)
+        expert_support.check_estimates("group_gemm", sizes)
 
 
-def test_a_gradient_of_weights_is_compiled_ahead():
+def test_weight_gradient_is_compiled_ahead():
     def launch(problem, dy, x, splits):
         grouped_gemm_launch.weight_gradient(dy, x, splits, problem.shape[3], TILED)
 
-    compiled_and_launched("group_gemm", "dw", launch, grouped_gemm_launch, config=TILED)
+    check_compiled_ahead("group_gemm", "dw", launch, grouped_gemm_launch, config=TILED)
 
 
 @pytest.mark.parametrize("layout", ["none", "swiglu", "kn"])
-def test_a_product_is_compiled_ahead(layout):
+def test_product_is_compiled_ahead(layout):
     def launch(problem, x, w, splits):
         grouped_gemm_launch.product(x, w, splits, "swiglu" if layout == "swiglu" else None, config=TILED)
 
-    compiled_and_launched("group_gemm", layout, launch, grouped_gemm_launch, config=TILED)
+    check_compiled_ahead("group_gemm", layout, launch, grouped_gemm_launch, config=TILED)

@@ -1,4 +1,4 @@
-"""Which config a call runs with: where it comes from, and that all ranks run the same, whatever their files say."""
+"""Config selection: the order of sources, and that all ranks select the same config if their files differ."""
 
 import contextlib
 import logging
@@ -26,16 +26,16 @@ from tests.support.dense_oracle import OPERATORS, Case, whole_shape
 from tests.support.ranks import a_group, device, fresh_ranks, on_ranks
 
 FP32 = torch.float32
-# Rows, n and k of a rank, see Case; on two ranks M, N, K of AG-GEMM are 32, 32, 16, of GEMM-RS 32, 16, 32 and of
-# GEMM-AR 16, 16, 32.
+# Rows, n and k of a rank, see Case. On two ranks M, N, K are 32, 32, 16 for AG-GEMM, 32, 16, 32 for GEMM-RS and
+# 16, 16, 32 for GEMM-AR.
 ROWS, N, K = 16, 16, 16
-# By which the gradient of x is computed.
+# The operator that computes the gradient of x.
 DUAL = {"ag_gemm": "gemm_rs", "gemm_rs": "ag_gemm"}
 
 
 @contextlib.contextmanager
 def tables_in(folder, mode="cached", user="user"):
-    """In a rank: the user's cache and the shipped tables are in this folder, and nothing is remembered from before."""
+    """On a rank: use a user cache and shipped tables in ``folder``, and drop tables read before."""
     with pytest.MonkeyPatch.context() as patch, cache_in(folder / user), autotune.mode(mode):
         patch.setattr(disk_cache, "SHIPPED", folder / "shipped")
         patch.setattr(on_demand, "_warned", set())
@@ -52,28 +52,28 @@ def problem_of(operator, shape=None, layout="nk", world_size=2):
     return Problem(operator, gpu_name(device()), world_size, world_size, "float32", layout, shape)
 
 
-def untuned(operator):
-    """What runs where nobody has tuned, in the words of `recorded`: on a GPU, so few rows run in sequence."""
+def untuned_config(operator):
+    """Return what ``record_configs`` records without a table entry; on a GPU, so few rows run the torch baseline."""
     config = tunable(operator).fallback(problem_of(operator), device())
     return "torch" if config.method == "torch" else config
 
 
 def config_of(operator, number):
-    """A legal config, told from others by its number."""
+    """Return a legal config; configs with different numbers are distinct."""
     field = "num_comm_sms" if operator == "ag_gemm" else "item_tiles"
     return replace(tunable(operator).default(problem_of(operator), device()), **{field: number})
 
 
 def entry_of(operator, config, shape=None, layout="nk", ms=2.0, **other_versions):
-    """An entry for a config, or for a dict that stands for one."""
+    """Return an entry for a config, or for a dict of its fields."""
     op = tunable(operator)
     values = config if isinstance(config, dict) else op.config_to_dict(config)
     problem = problem_of(operator, shape, layout)
     return table.Entry(problem, {**versions(op), **other_versions}, values, ms, plain_ms=3.0, when="2026-01-02")
 
 
-def tune_by_hand(*entries):
-    """Put entries into the user's cache; once, whoever shares it."""
+def store_entries(*entries):
+    """Store entries in the user's cache. Only rank 0 writes, because ranks may share the cache."""
     if dist.get_rank() == 0:
         disk_cache.store(entries)
     dist.barrier()
@@ -81,7 +81,7 @@ def tune_by_hand(*entries):
 
 
 def ship(folder, *entries):
-    """Put entries of one operator into the shipped tables."""
+    """Write entries of one operator as its shipped table."""
     if dist.get_rank() == 0:
         problem = entries[0].problem
         file = folder / "shipped" / disk_cache.path(problem.operator, problem.gpu).relative_to(disk_cache.folder())
@@ -91,8 +91,8 @@ def ship(folder, *entries):
 
 
 @contextlib.contextmanager
-def recorded():
-    """The configs that run within, by operator; "torch" for the plain sequence of a forward."""
+def record_configs():
+    """Record the configs that run, by operator; "torch" stands for the torch baseline of a forward."""
     ran = {operator: [] for operator in OPERATORS}
     with pytest.MonkeyPatch.context() as patch:
         for operator in OPERATORS:
@@ -113,41 +113,41 @@ def recorded():
 
 
 @contextlib.contextmanager
-def counted(owner, name):
-    """How often a function is called within."""
+def count_calls(owner, name):
+    """Count the calls of a function."""
     count, real = [0], getattr(owner, name)
 
-    def counting(*args, **options):
+    def wrapper(*args, **options):
         count[0] += 1
         return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, counting)
+        patch.setattr(owner, name, wrapper)
         yield count
 
 
 @contextlib.contextmanager
-def log_of(level=logging.INFO):
-    """What the library logs within, at this level and above."""
+def capture_log(level=logging.INFO):
+    """Capture the library's log records at this level and above."""
     records, logger = [], logging.getLogger("tdkernels")
     handler = logging.Handler()
     handler.emit = records.append
-    before = logger.level
+    previous_level = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)
     try:
         yield records
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
 
 
-def run_of(operator, group, rows=ROWS, **options):
-    """Run a right call in a group that has chosen nothing yet; (what ran, where it came from)."""
+def check_run(operator, group, rows=ROWS, **options):
+    """Clear the group's selected configs, run and check a call, and return (config that ran, its source)."""
     choices = group_state(group).choices
     choices.clear()
     case = case_of(operator, rows)
-    with recorded() as ran:
+    with record_configs() as ran:
         case.check({"output": case.call(group=group, **options)})
     assert len(ran[operator]) == 1 or autotune.get_mode() == "on"
     config = ran[operator][-1]
@@ -162,90 +162,90 @@ def run_of(operator, group, rows=ROWS, **options):
 # ---- the order of sources ----
 
 
-def follows_the_order(folder, operator):
+def check_order_of_sources(folder, operator):
     nearest, shipped, cached, explicit = (config_of(operator, number) for number in (3, 4, 5, 6))
-    default = untuned(operator)
+    default = untuned_config(operator)
     far, near = (tuple(factor * size for size in problem_of(operator).shape) for factor in (4, 2))
     with a_group() as group, tables_in(folder):
-        assert run_of(operator, group) == (default, "default")
+        assert check_run(operator, group) == (default, "default")
         ship(folder, entry_of(operator, shipped, far))
-        assert run_of(operator, group) == (default, "default")
+        assert check_run(operator, group) == (default, "default")
         ship(folder, entry_of(operator, nearest, near))
-        assert run_of(operator, group) == (nearest, "nearest")
+        assert check_run(operator, group) == (nearest, "nearest")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(tunable(operator)), "suits", lambda self, config, *_: config != nearest)
-            assert run_of(operator, group) == (default, "default")
+            assert check_run(operator, group) == (default, "default")
         ship(folder, entry_of(operator, nearest, near), entry_of(operator, shipped))
-        assert run_of(operator, group) == (shipped, "shipped")
-        tune_by_hand(entry_of(operator, cached, near))
-        assert run_of(operator, group) == (shipped, "shipped")
-        tune_by_hand(entry_of(operator, cached))
-        assert run_of(operator, group) == (cached, "cache")
-        assert run_of(operator, group, config=explicit) == (explicit, None)
-        tune_by_hand(entry_of(operator, {"method": "torch"}))
-        assert run_of(operator, group) == ("torch", "cache")
-        # What is in other rows of the same table does not matter.
-        tune_by_hand(entry_of(operator, explicit, layout="kn"))
-        assert run_of(operator, group) == ("torch", "cache")
-        with autotune.mode("off"):  # and then what runs depends on nothing, not even on an estimate
-            assert run_of(operator, group) == (tunable(operator).default(problem_of(operator), device()), "default")
+        assert check_run(operator, group) == (shipped, "shipped")
+        store_entries(entry_of(operator, cached, near))
+        assert check_run(operator, group) == (shipped, "shipped")
+        store_entries(entry_of(operator, cached))
+        assert check_run(operator, group) == (cached, "cache")
+        assert check_run(operator, group, config=explicit) == (explicit, None)
+        store_entries(entry_of(operator, {"method": "torch"}))
+        assert check_run(operator, group) == ("torch", "cache")
+        # Other entries of the same table do not matter.
+        store_entries(entry_of(operator, explicit, layout="kn"))
+        assert check_run(operator, group) == ("torch", "cache")
+        with autotune.mode("off"):  # the default config, without tables or estimates
+            assert check_run(operator, group) == (tunable(operator).default(problem_of(operator), device()), "default")
         del group
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_explicit_then_cache_then_shipped_then_nearest_then_default(tmp_path, operator):
-    on_ranks(2, follows_the_order, tmp_path, operator)
+    on_ranks(2, check_order_of_sources, tmp_path, operator)
 
 
-def follows_a_kindred_table(folder):
-    """Where nothing near is known of this GPU, what is shipped for one of the same kind: this shape, or one near it."""
+def check_tables_of_similar_gpu(folder):
+    """Check that without a near entry for this GPU the shipped table of a similar GPU is used, exact shape first."""
     operator = OPERATORS[0]
-    own, theirs, near = (config_of(operator, number) for number in (3, 4, 5))
-    twice = tuple(2 * size for size in problem_of(operator).shape)
+    own, exact, near = (config_of(operator, number) for number in (3, 4, 5))
+    doubled = tuple(2 * size for size in problem_of(operator).shape)
 
-    def on_kin(config, *shape):
+    def on_similar_gpu(config, *shape):
         entry = entry_of(operator, config, *shape)
         return replace(entry, problem=replace(entry.problem, gpu="Kin 9000"))
 
     with a_group() as group, tables_in(folder), pytest.MonkeyPatch.context() as patch:
-        ship(folder, on_kin(near, twice))
-        assert run_of(operator, group) == (untuned(operator), "default")
+        ship(folder, on_similar_gpu(near, doubled))
+        assert check_run(operator, group) == (untuned_config(operator), "default")
         patch.setitem(KIN, problem_of(operator).gpu, "Kin 9000")
-        assert run_of(operator, group) == (near, "kindred")
+        assert check_run(operator, group) == (near, "kindred")
         explained = explain(operator, *problem_of(operator).shape, dtype=FP32, group=group)
         assert (explained.source, explained.tuned_for.gpu, explained.measured) == ("kindred", "Kin 9000", False)
         assert "for a similar GPU" in str(explained)
-        ship(folder, on_kin(near, twice), on_kin(theirs))
-        assert run_of(operator, group) == (theirs, "kindred")
+        ship(folder, on_similar_gpu(near, doubled), on_similar_gpu(exact))
+        assert check_run(operator, group) == (exact, "kindred")
         with autotune.mode("off"):
-            assert run_of(operator, group)[1] == "default"
-        tune_by_hand(entry_of(operator, own, twice))
-        assert run_of(operator, group) == (own, "nearest")  # measured on this GPU
+            assert check_run(operator, group)[1] == "default"
+        store_entries(entry_of(operator, own, doubled))
+        assert check_run(operator, group) == (own, "nearest")  # measured on this GPU
         del group
 
 
-def test_tables_of_a_kindred_gpu(tmp_path):
-    on_ranks(2, follows_a_kindred_table, tmp_path)
+def test_tables_of_a_similar_gpu(tmp_path):
+    on_ranks(2, check_tables_of_similar_gpu, tmp_path)
 
 
-def decides_once(folder):
-    """Later calls neither read files nor talk to the peers, though the files have changed."""
+def check_selected_once(folder):
+    """Check that later calls neither read files nor communicate, even if the files have changed."""
     first, later = config_of("ag_gemm", 3), config_of("ag_gemm", 4)
     with a_group() as group, tables_in(folder):
-        tune_by_hand(entry_of("ag_gemm", first))
+        store_entries(entry_of("ag_gemm", first))
         case = case_of("ag_gemm")
-        with recorded() as ran:
+        with record_configs() as ran:
             case.call(group=group)
-            tune_by_hand(entry_of("ag_gemm", later))
-            with counted(selection, "look_up") as lookups, counted(group_state(group), "exchange") as exchanges:
+            store_entries(entry_of("ag_gemm", later))
+            with count_calls(selection, "look_up") as lookups, count_calls(group_state(group), "exchange") as exchanges:
                 for _ in range(2):
                     case.check({"output": case.call(group=group)})
         assert ran["ag_gemm"] == [first] * 3 and lookups == exchanges == [0]
-        # Another mode is another question.
-        with autotune.mode("off"), recorded() as ran:
+        # Each mode has its own selection.
+        with autotune.mode("off"), record_configs() as ran:
             case.call(group=group)
         assert ran["ag_gemm"] == [tunable("ag_gemm").default(problem_of("ag_gemm"), device())]
-        # After tuning the group asks again.
+        # Tuning resets the selection.
         with autotune.mode("cached"):
             entry = autotune.tune("ag_gemm", *problem_of("ag_gemm").shape, dtype=FP32, group=group).entry
             case.check({"output": case.call(group=group)})
@@ -254,29 +254,29 @@ def decides_once(folder):
         del group
 
 
-def test_a_shape_is_decided_once(tmp_path):
-    on_ranks(2, decides_once, tmp_path)
+def test_config_is_selected_once_per_shape(tmp_path):
+    on_ranks(2, check_selected_once, tmp_path)
 
 
-# ---- entries that do not count ----
+# ---- entries that are not used ----
 
 
-def has_entries_of_other_versions(folder, what):
+def check_entries_of_other_versions(folder, what):
     cached, shipped = config_of("ag_gemm", 3), config_of("ag_gemm", 4)
-    default = untuned("ag_gemm")
+    default = untuned_config("ag_gemm")
     with a_group() as group, tables_in(folder):
-        tune_by_hand(entry_of("ag_gemm", cached, **{what: "of another day"}))
-        assert run_of("ag_gemm", group) == (default, "default")
+        store_entries(entry_of("ag_gemm", cached, **{what: "of another day"}))
+        assert check_run("ag_gemm", group) == (default, "default")
         ship(folder, entry_of("ag_gemm", shipped, **{what: "of another day"}))
-        assert run_of("ag_gemm", group) == (shipped, "shipped")
-        tune_by_hand(entry_of("ag_gemm", cached))  # beside the one of other versions
-        assert run_of("ag_gemm", group) == (cached, "cache")
+        assert check_run("ag_gemm", group) == (shipped, "shipped")
+        store_entries(entry_of("ag_gemm", cached))  # in addition to the entry of other versions
+        assert check_run("ag_gemm", group) == (cached, "cache")
         del group
 
 
 @pytest.mark.parametrize("what", ["torch", "triton", "kernels"])
-def test_other_versions_are_a_miss_in_the_cache_and_good_enough_when_shipped(tmp_path, what):
-    on_ranks(2, has_entries_of_other_versions, tmp_path, what)
+def test_other_versions_miss_in_the_cache_but_match_in_shipped_tables(tmp_path, what):
+    on_ranks(2, check_entries_of_other_versions, tmp_path, what)
 
 
 UNUSABLE = {
@@ -295,37 +295,37 @@ UNUSABLE = {
 }
 
 
-def skips(folder, values):
+def check_unusable_entry(folder, values):
     shipped = config_of("ag_gemm", 4)
     tdkernels.set_timeout(3.0)
     try:
         with a_group() as group, tables_in(folder):
             ship(folder, entry_of("ag_gemm", shipped))
-            tune_by_hand(entry_of("ag_gemm", values))
-            with log_of(logging.WARNING) as warnings:
+            store_entries(entry_of("ag_gemm", values))
+            with capture_log(logging.WARNING) as warnings:
                 for _ in range(2):
-                    assert run_of("ag_gemm", group) == (shipped, "shipped")
-            texts = [record.getMessage() for record in warnings]
-            assert len(texts) == (dist.get_rank() == 0), texts
-            assert all("the cache entry for ag_gemm 32x32x16" in text and "is not used" in text for text in texts)
-            # Nor is it used from afar.
-            default = untuned("ag_gemm")
+                    assert check_run("ag_gemm", group) == (shipped, "shipped")
+            messages = [record.getMessage() for record in warnings]
+            assert len(messages) == (dist.get_rank() == 0), messages
+            assert all("the cache entry for ag_gemm 32x32x16" in each and "is not used" in each for each in messages)
+            # It is not used for a near shape either.
+            default = untuned_config("ag_gemm")
             ship(folder, entry_of("ag_gemm", values, (64, 64, 32)))
-            assert run_of("ag_gemm", group) == (default, "default")
+            assert check_run("ag_gemm", group) == (default, "default")
             del group
     finally:
         tdkernels.set_timeout(None)
 
 
 @pytest.mark.parametrize("what", UNUSABLE)
-def test_an_entry_that_cannot_run_is_skipped_with_one_warning(tmp_path, what):
-    on_ranks(2, skips, tmp_path, UNUSABLE[what])
+def test_unusable_entry_is_skipped_with_one_warning(tmp_path, what):
+    on_ranks(2, check_unusable_entry, tmp_path, UNUSABLE[what])
 
 
-def meets_an_entry_without_tiles(folder, values):
-    """They may be filled in, as for a config of the call, or the entry skipped; but the call must be right."""
+def check_entry_without_tiles(folder, values):
+    """Check that the call is correct; the tiles may be filled in or the entry skipped."""
     with a_group() as group, tables_in(folder):
-        tune_by_hand(entry_of("ag_gemm", values))
+        store_entries(entry_of("ag_gemm", values))
         case = case_of("ag_gemm")
         case.check({"output": case.call(group=group)})
         del group
@@ -333,16 +333,16 @@ def meets_an_entry_without_tiles(folder, values):
 
 @pytest.mark.parametrize("values", [{"method": "fused"}, {"num_comm_sms": 2, "tiles": None}], ids=str)
 def test_an_entry_without_tiles(tmp_path, values):
-    on_ranks(2, meets_an_entry_without_tiles, tmp_path, values)
+    on_ranks(2, check_entry_without_tiles, tmp_path, values)
 
 
 # ---- ranks whose files or settings differ ----
 
 
-def has_files_of_its_own(folder, first):
-    """Rank 1 has tuned something else than rank 0."""
+def check_ranks_follow_rank_0(folder, first):
+    """Check the selection if rank 1 has another entry than rank 0."""
     mine, others = config_of("ag_gemm", 3), config_of("ag_gemm", 4)
-    default = untuned("ag_gemm")
+    default = untuned_config("ag_gemm")
     expected = {"a hit": (mine, "cache"), "nothing": (default, "default"), "garbage": (default, "default")}[first]
     with a_group() as group, tables_in(folder, user=f"user{dist.get_rank()}"):
         if dist.get_rank() == 1:
@@ -354,8 +354,8 @@ def has_files_of_its_own(folder, first):
             file.parent.mkdir(parents=True)
             file.write_text('{"format": 1, "entr', encoding="utf-8")
         disk_cache.forget()
-        with log_of(logging.WARNING) as warnings:
-            assert run_of("ag_gemm", group) == expected
+        with capture_log(logging.WARNING) as warnings:
+            assert check_run("ag_gemm", group) == expected
         warned = [record.getMessage() for record in warnings if "is ignored" in record.getMessage()]
         assert len(warned) == (first == "garbage" and dist.get_rank() == 0), warned
         [choice] = group_state(group).choices.values()
@@ -364,11 +364,11 @@ def has_files_of_its_own(folder, first):
 
 
 @pytest.mark.parametrize("first", ["a hit", "nothing", "garbage"])
-def test_all_follow_rank_0_whatever_is_in_their_own_files(tmp_path, first):
-    on_ranks(2, has_files_of_its_own, tmp_path, first)
+def test_all_ranks_follow_the_files_of_rank_0(tmp_path, first):
+    on_ranks(2, check_ranks_follow_rank_0, tmp_path, first)
 
 
-def differs(folder, what):
+def check_mismatch(folder, what):
     rank = dist.get_rank()
     with a_group() as group, tables_in(folder):
         mode = ("cached" if rank == 0 else "on") if what == "config" else "cached"
@@ -376,10 +376,10 @@ def differs(folder, what):
         case = case_of("ag_gemm", rows[rank])
         with autotune.mode(mode), pytest.raises(ValueError) as caught:
             case.call(group=group)
-        text = str(caught.value)
+        message = str(caught.value)
         modes = '"left to autotune (cached)" on rank 0, "left to autotune (on)" on rank 1'
         values = modes if what == "config" else "16 on rank 0, 17 on rank 1"
-        assert f"ag_gemm: the ranks disagree: {what} is {values}" == text, text
+        assert f"ag_gemm: the ranks disagree: {what} is {values}" == message, message
         assert not group_state(group).choices
         case = case_of("ag_gemm")
         case.check({"output": case.call(group=group)})
@@ -387,16 +387,16 @@ def differs(folder, what):
 
 
 @pytest.mark.parametrize("what", ["config", "M/W"])
-def test_other_modes_or_shapes_are_named_on_every_rank(tmp_path, what):
-    on_ranks(2, differs, tmp_path, what)
+def test_mismatched_modes_or_shapes_are_reported_on_every_rank(tmp_path, what):
+    on_ranks(2, check_mismatch, tmp_path, what)
 
 
 # ---- tuning on a miss ----
 
 
-def tunes_on_a_miss(folder, expected):
-    """``expected``: how often in the first and in the second call."""
-    with a_group() as group, tables_in(folder, "on"), counted(tuner, "tune_problem") as count:
+def check_tuning_on_a_miss(folder, expected):
+    """Run two calls in mode "on"; ``expected`` is how often each of them tunes, or None."""
+    with a_group() as group, tables_in(folder, "on"), count_calls(tuner, "tune_problem") as count:
         case = case_of("ag_gemm")
         counts = []
         for _ in range(2):
@@ -413,53 +413,53 @@ def tunes_on_a_miss(folder, expected):
     return config
 
 
-def test_mode_on_tunes_once_and_later_processes_find_it(tmp_path):
-    first = on_ranks(2, tunes_on_a_miss, tmp_path, [1, 0])
+def test_mode_on_tunes_once_and_later_processes_reuse_it(tmp_path):
+    first = on_ranks(2, check_tuning_on_a_miss, tmp_path, [1, 0])
     with fresh_ranks(2) as pool:
-        later = pool.run(tunes_on_a_miss, tmp_path, [0, 0])
+        later = pool.run(check_tuning_on_a_miss, tmp_path, [0, 0])
     assert first == later == [first[0]] * 2
 
 
-def tunes_only_where_it_should(folder):
+def check_when_tuning_happens(folder):
     tuned = config_of("ag_gemm", 3)
     near = tuple(2 * size for size in problem_of("ag_gemm").shape)
-    with a_group() as group, tables_in(folder), counted(tuner, "tune_problem") as count:
+    with a_group() as group, tables_in(folder), count_calls(tuner, "tune_problem") as count:
         for mode in ("off", "cached"):
             with autotune.mode(mode):
-                assert run_of("ag_gemm", group)[1] == "default"
+                assert check_run("ag_gemm", group)[1] == "default"
         with autotune.mode("on"):
-            run_of("ag_gemm", group, config=tuned)
+            check_run("ag_gemm", group, config=tuned)
             ship(folder, entry_of("ag_gemm", tuned))
-            assert run_of("ag_gemm", group) == (tuned, "shipped")
+            assert check_run("ag_gemm", group) == (tuned, "shipped")
             assert count == [0]
             ship(folder, entry_of("ag_gemm", tuned, near))
-            assert run_of("ag_gemm", group)[1] == "cache"  # a guess from afar is no reason not to tune
+            assert check_run("ag_gemm", group)[1] == "cache"  # an entry of a near shape does not prevent tuning
             assert count == [1]
         with autotune.mode("on"):
-            assert run_of("ag_gemm", group)[1] == "cache" and count == [1]
+            assert check_run("ag_gemm", group)[1] == "cache" and count == [1]
         del group
 
 
-def test_only_mode_on_tunes_and_only_what_nobody_has_tuned(tmp_path):
-    on_ranks(2, tunes_only_where_it_should, tmp_path)
+def test_only_mode_on_tunes_and_only_untuned_problems(tmp_path):
+    on_ranks(2, check_when_tuning_happens, tmp_path)
 
 
-def one_rank_captures(folder):
+def check_no_tuning_in_a_capture(folder):
     with a_group() as group, tables_in(folder, "on"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_capturing", lambda device: dist.get_rank() == 1)
-        with counted(tuner, "tune_problem") as count:
+        with count_calls(tuner, "tune_problem") as count:
             case = case_of("ag_gemm")
             case.check({"output": case.call(group=group)})
-        assert count == [0] and not group_state(group).choices, "it is tuned when that is possible"
+        assert count == [0] and not group_state(group).choices, "it is tuned at the next call outside a capture"
         del group
 
 
-def test_nobody_tunes_while_a_rank_captures(tmp_path):
-    on_ranks(2, one_rank_captures, tmp_path)
+def test_no_rank_tunes_while_a_rank_captures(tmp_path):
+    on_ranks(2, check_no_tuning_in_a_capture, tmp_path)
 
 
-def cannot_be_tuned(folder):
-    """A call goes on with what it would have run without tuning."""
+def check_failed_tuning(folder):
+    """Check that after a tuning error the call runs the config that it would run without tuning."""
     op = tunable("ag_gemm")
 
     def operands(*_):
@@ -467,32 +467,32 @@ def cannot_be_tuned(folder):
 
     with a_group() as group, tables_in(folder, "on"), pytest.MonkeyPatch.context() as patch:
         replace_in(patch, op, "operands", operands)
-        with log_of(logging.WARNING) as warnings:
-            assert run_of("ag_gemm", group) == (untuned("ag_gemm"), "default")
-        texts = [record.getMessage() for record in warnings if "could not be tuned" in record.getMessage()]
-        assert len(texts) == (dist.get_rank() == 0) and all("no room" in text for text in texts)
+        with capture_log(logging.WARNING) as warnings:
+            assert check_run("ag_gemm", group) == (untuned_config("ag_gemm"), "default")
+        messages = [record.getMessage() for record in warnings if "could not be tuned" in record.getMessage()]
+        assert len(messages) == (dist.get_rank() == 0) and all("no room" in message for message in messages)
         del group
 
 
-def test_a_call_that_cannot_tune_runs_all_the_same(tmp_path):
-    on_ranks(2, cannot_be_tuned, tmp_path)
+def test_call_runs_if_tuning_fails(tmp_path):
+    on_ranks(2, check_failed_tuning, tmp_path)
 
 
 # ---- torch.compile ----
 
 
-def is_traced(folder, mode):
-    """Tracing asks nobody; each call of what was traced asks as an eager call does."""
+def check_tracing(folder, mode):
+    """Check that tracing selects no config, and that calls of the compiled function select as eager calls do."""
     torch._dynamo.reset()
-    asked_while_tracing = []
+    selected_while_tracing = []
     with a_group() as group, tables_in(folder, mode):
         case = case_of("ag_gemm")
-        with counted(tunable_base, "choose") as asked, counted(tuner, "tune_problem") as tuned:
+        with count_calls(tunable_base, "choose") as selected, count_calls(tuner, "tune_problem") as tuned:
             compile_ = torch._dynamo.lookup_backend("aot_eager")
 
             def backend(graph, inputs):
                 compiled = compile_(graph, inputs)
-                asked_while_tracing.append(asked[0] + tuned[0])
+                selected_while_tracing.append(selected[0] + tuned[0])
                 return compiled
 
             def function(x, weight, bias, group):
@@ -500,45 +500,45 @@ def is_traced(folder, mode):
 
             compiled = torch.compile(function, backend=backend, fullgraph=True)
             output = compiled(case.x, case.weight, case.bias, group)
-            assert asked_while_tracing == [0]
-            assert asked == [1] and tuned == [int(mode == "on")]
+            assert selected_while_tracing == [0]
+            assert selected == [1] and tuned == [int(mode == "on")]
             case.check({"output": output})
             output.backward(case.dy)
-            assert asked == [2]  # for the GEMM-RS of dx
+            assert selected == [2]  # one more for the GEMM-RS of dx
             case.check(case.gradients())
             case.check({"output": compiled(case.x, case.weight, case.bias, group)})
-            assert asked == [2] and len(asked_while_tracing) == 1, "the same call is known by now"
+            assert selected == [2] and len(selected_while_tracing) == 1, "the repeated call is cached"
             assert tuned == [2 * int(mode == "on")]
         del group, compiled, output
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", ["cached", "on"])
-def test_tracing_neither_looks_up_nor_tunes(tmp_path, mode):
-    on_ranks(2, is_traced, tmp_path, mode)
+def test_tracing_does_not_select_or_tune(tmp_path, mode):
+    on_ranks(2, check_tracing, tmp_path, mode)
 
 
 # ---- the backward ----
 
 
-def goes_backward(folder, operator, method):
-    """The product of dx is the other operator, with the weight as [K, N]."""
+def check_backward(folder, operator, method):
+    """Check that dx is computed by the dual operator, with the config tuned for a [K, N] weight."""
     dual = DUAL[operator]
     m, n, k = problem_of(operator).shape
     tuned = config_of(dual, 3) if method == "fused" else {"method": "torch"}
     with a_group() as group, tables_in(folder):
-        # What is there for the usual layout is for another problem.
-        tune_by_hand(entry_of(dual, config_of(dual, 5), (m, k, n), "nk"))
-        tune_by_hand(entry_of(dual, tuned, (m, k, n), "kn"))
+        # The entry for the default layout belongs to another problem.
+        store_entries(entry_of(dual, config_of(dual, 5), (m, k, n), "nk"))
+        store_entries(entry_of(dual, tuned, (m, k, n), "kn"))
         case = case_of(operator)
-        with recorded() as ran:
+        with record_configs() as ran:
             case.check(case.run(group=group))
-        expected = {operator: [untuned(operator)], dual: [tuned] if method == "fused" else []}
+        expected = {operator: [untuned_config(operator)], dual: [tuned] if method == "fused" else []}
         assert ran == {**dict.fromkeys(OPERATORS, []), **expected}
         choices = {problem: choice for (problem, _), choice in group_state(group).choices.items()}
         backward = problem_of(dual, (m, k, n), "kn")
         assert choices.keys() == {problem_of(operator), backward} and choices[backward].source == "cache"
-        # Each gradient by itself: what needs no dx takes no GEMM-RS or AG-GEMM.
+        # One gradient at a time. Without dx there is no GEMM-RS or AG-GEMM in the backward.
         for name in ("x", "weight", "bias"):
             alone = case_of(operator, seed=1)
             for other in ("x", "weight", "bias"):
@@ -549,19 +549,19 @@ def goes_backward(folder, operator, method):
 
 @pytest.mark.parametrize("method", ["fused", "torch"])
 @pytest.mark.parametrize("operator", DUAL)
-def test_the_backward_takes_what_was_tuned_for_it(tmp_path, operator, method):
-    on_ranks(2, goes_backward, tmp_path, operator, method)
+def test_backward_uses_tuned_config(tmp_path, operator, method):
+    on_ranks(2, check_backward, tmp_path, operator, method)
 
 
-# ---- what it says ----
+# ---- logging ----
 
 
-def logs(folder):
-    """One line a shape, from rank 0; on a GPU for which there is no table one warning more, whatever the shapes."""
+def check_log(folder):
+    """Check that rank 0 logs one line per shape, and one warning in all if there is no table for its GPU."""
     with a_group() as group, tables_in(folder):
-        tune_by_hand(entry_of("gemm_rs", config_of("gemm_rs", 3)))
+        store_entries(entry_of("gemm_rs", config_of("gemm_rs", 3)))
         case, other, tuned = case_of("ag_gemm"), case_of("ag_gemm", ROWS + 1), case_of("gemm_rs")
-        with log_of() as records:
+        with capture_log() as records:
             for _ in range(2):
                 for each in (case, other, tuned):
                     each.call(group=group)
@@ -571,7 +571,7 @@ def logs(folder):
             assert not records
         else:
             assert len(infos) == 3, infos
-            runs = "torch" if untuned("ag_gemm") == "torch" else "fused"
+            runs = "torch" if untuned_config("ag_gemm") == "torch" else "fused"
             assert re.match(rf"ag_gemm 32x32x16 float32 nk on 2 x .*: {runs} \(default\), method={runs}\b", infos[0])
             assert infos[1].startswith("ag_gemm 34x32x16")
             assert re.match(r"gemm_rs 32x16x32 .*: fused \(cache\), .*item_tiles=3.* 2.000 ms measured, ", infos[2])
@@ -580,21 +580,21 @@ def logs(folder):
         del group
 
 
-def test_one_line_a_shape_on_rank_0(tmp_path):
-    on_ranks(2, logs, tmp_path)
+def test_rank_0_logs_one_line_per_shape(tmp_path):
+    on_ranks(2, check_log, tmp_path)
 
 
-def test_the_tests_look_up_nothing_unless_they_say_so():
-    # Other tests depend on it: the suite must not be decided by what was tuned on this machine.
+def test_autotune_is_off_by_default_in_tests():
+    # Other tests must not depend on the configs that were tuned on this machine.
     assert os.environ["TDKERNELS_AUTOTUNE"] == "off" and autotune.get_mode() == "off"
 
 
-# ---- where nobody has tuned ----
+# ---- problems without table entries ----
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatch):
-    """As on a GPU, which need not be there: neither few enough for one tile, nor so many that what is hidden counts."""
+def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
+    """On a simulated GPU: medium M is too large for one tile and too small for overlap to pay."""
     rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
     monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
     monkeypatch.setattr(runtime_gpu, "capability", lambda device: (9, 0))
@@ -608,9 +608,9 @@ def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatc
     on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
     wide = Problem(operator, "NVIDIA Testing", 4, 4, "float32", "nk", (64, 8192, 8192))
     for problem in (on_nodes, wide):
-        assert op.fallback(problem, gpu).method == "torch", "the kernels for few rows are for one node, and 16 bits"
+        assert op.fallback(problem, gpu).method == "torch", "small-M kernels need one node and a 16-bit dtype"
 
 
-def test_on_cpu_ranks_the_kernels_run(monkeypatch):
+def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
     problem = Problem("ag_gemm", "cpu", 2, 2, "float32", "nk", (4, 4, 4))
     assert tunable("ag_gemm").fallback(problem, torch.device("cpu")).method == "fused"

@@ -1,4 +1,4 @@
-"""The text of a table, what is left of a bad one, and which entry is nearest."""
+"""Tuning tables: JSON format, recovery from bad entries, merging, and lookup of the nearest shape."""
 
 import json
 from itertools import permutations
@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdkernels.autotune.table import FORMAT, LaterFormat, TableError, from_json, merge, nearest, to_json
-from tests.autotune.entries import an_entry
+from tests.autotune.entries import make_entry
 
-M, N, K = SHAPE = 8192, 4096, 4096  # an_entry's; 8192 is the last M of its bucket
-WANTED = an_entry().problem
+M, N, K = SHAPE = 8192, 4096, 4096  # the default of make_entry; 8192 is the last M of its bucket
+WANTED = make_entry().problem
 
-# Few values, so that drawn entries meet.
+# Few values, so that drawn entries often have the same problem.
 ENTRIES = st.builds(
-    an_entry,
+    make_entry,
     shape=st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6)),
     ms=st.floats(0.001, 1000),
     versions=st.sampled_from([{"torch": "2.13.0"}, {"torch": "2.14.0"}]),
@@ -24,17 +24,17 @@ ENTRIES = st.builds(
 TABLES = st.lists(ENTRIES, max_size=12)
 
 
-def as_dict(entry=None):
-    """A table's JSON with one entry, taken apart."""
-    return json.loads(to_json([entry or an_entry()]))
+def table_dict(entry=None):
+    """Return the parsed JSON of a table with one entry."""
+    return json.loads(to_json([entry or make_entry()]))
 
 
-# ---- text ----
+# ---- JSON ----
 
 
 def test_every_field_survives_a_round_trip():
     config = {"method": "fused", "tiles": {"block_m": 128}, "chunk_tiles": 2}
-    full = an_entry(
+    full = make_entry(
         "gemm_rs", "Größe 摩尔 S4000", (24, 16, 8), 2.5, config, {"torch": "2.14.0", "kernels": "c0ffee"},
         world_size=8, local_world_size=2, dtype="float16", layout="kn",
         plain_ms=3.5, default_ms=4.5, local_ms=1.5, wire_ms=0.5, when="2026-05-09",
@@ -43,63 +43,63 @@ def test_every_field_survives_a_round_trip():
 
 
 def test_times_that_were_not_measured_stay_none():
-    entry = an_entry()
+    entry = make_entry()
     assert (entry.plain_ms, entry.default_ms, entry.local_ms, entry.wire_ms) == (None,) * 4
     assert from_json(to_json([entry])) == ([entry], 0)
 
 
 def test_times_have_four_digits():
-    [entry], _ = from_json(to_json([an_entry(ms=2.718281828, wire_ms=0.00314159265)]))
+    [entry], _ = from_json(to_json([make_entry(ms=2.718281828, wire_ms=0.00314159265)]))
     assert (entry.ms, entry.wire_ms) == (2.718, 0.003142)
 
 
-def test_an_entry_is_a_line():
-    lines = to_json([an_entry(shape=(m, N, K)) for m in (1, 2, 3)]).splitlines()
+def test_each_entry_is_one_line():
+    lines = to_json([make_entry(shape=(m, N, K)) for m in (1, 2, 3)]).splitlines()
     assert [json.loads(line.rstrip(","))["shape"][0] for line in lines[1:-1]] == [1, 2, 3]
 
 
-def test_the_text_does_not_depend_on_the_order_of_entries():
+def test_json_is_independent_of_the_order_of_entries():
     entries = [
-        an_entry(shape=(9, N, K)),
-        an_entry(shape=(10, N, K)),
-        an_entry(shape=(10, N, K), versions={"torch": "2.14.0"}),
-        an_entry(world_size=8),
-        an_entry(dtype="float16"),
+        make_entry(shape=(9, N, K)),
+        make_entry(shape=(10, N, K)),
+        make_entry(shape=(10, N, K), versions={"torch": "2.14.0"}),
+        make_entry(world_size=8),
+        make_entry(dtype="float16"),
     ]
     assert len({to_json(list(order)) for order in permutations(entries)}) == 1
 
 
-def test_a_text_that_is_not_json_is_an_error():
-    for text in ("", "{", to_json([an_entry()])[:-2], "\0" * 8, "not a table"):
+def test_invalid_json_is_an_error():
+    for text in ("", "{", to_json([make_entry()])[:-2], "\0" * 8, "not a table"):
         with pytest.raises(TableError, match="not JSON"):
             from_json(text)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", '"entries"', "{}", '{"format": 1, "entries": {}}'])
-def test_json_that_is_no_table_is_an_error(text):
+def test_json_that_is_not_a_table_is_an_error(text):
     with pytest.raises(TableError):
         from_json(text)
 
 
 @pytest.mark.parametrize("missing", ["format", "operator", "gpu", "entries"])
-def test_a_head_that_lacks_something_is_an_error(missing):
-    table = as_dict()
+def test_missing_header_field_is_an_error(missing):
+    table = table_dict()
     del table[missing]
     with pytest.raises(TableError):
         from_json(json.dumps(table))
 
 
 @pytest.mark.parametrize("version", [None, 0, -1, "1", str(FORMAT + 1), 0.5, [1]])
-def test_a_wrong_format_is_an_error_and_no_later_one(version):
+def test_invalid_format_is_not_reported_as_a_later_one(version):
     with pytest.raises(TableError, match="format") as error:
-        from_json(json.dumps({**as_dict(), "format": version}))
+        from_json(json.dumps({**table_dict(), "format": version}))
     assert error.type is TableError
 
 
 @pytest.mark.parametrize("change", [{}, {"entries": {}}, {"operator": None}], ids=["", "entries", "head"])
-def test_a_later_format_is_told_from_a_wrong_one_whatever_else_has_changed(change):
+def test_later_format_is_recognized_if_other_fields_changed(change):
     with pytest.raises(LaterFormat, match=str(FORMAT + 1)):
-        from_json(json.dumps({**as_dict(), **change, "format": FORMAT + 1}))
+        from_json(json.dumps({**table_dict(), **change, "format": FORMAT + 1}))
 
 
 NEEDED = ("world_size", "local_world_size", "dtype", "layout", "shape", "versions", "config", "ms")
@@ -117,7 +117,7 @@ BAD_VALUES = [
 
 
 def bad_items():
-    good = as_dict()["entries"][0]
+    good = table_dict()["entries"][0]
     for name in NEEDED:
         yield f"no {name}", {key: value for key, value in good.items() if key != name}
     for name, value in BAD_VALUES:
@@ -127,43 +127,43 @@ def bad_items():
 
 
 @pytest.mark.parametrize("item", [pytest.param(item, id=name) for name, item in bad_items()])
-def test_a_bad_entry_is_counted_and_the_good_ones_stay(item):
-    first, last = an_entry(shape=(1, 1, 1)), an_entry(shape=(2, 2, 2))
+def test_bad_entries_are_counted_and_good_ones_kept(item):
+    first, last = make_entry(shape=(1, 1, 1)), make_entry(shape=(2, 2, 2))
     table = json.loads(to_json([first, last]))
     table["entries"].insert(1, item)
     assert from_json(json.dumps(table)) == ([first, last], 1)
 
 
-def test_an_entry_without_what_may_be_missing_is_good():
-    table = as_dict()
+def test_optional_fields_may_be_missing():
+    table = table_dict()
     for name in (*TIMES[1:], "when"):
         del table["entries"][0][name]
-    assert from_json(json.dumps(table)) == ([an_entry()], 0)
+    assert from_json(json.dumps(table)) == ([make_entry()], 0)
 
 
-def test_a_key_that_this_version_does_not_know_does_no_harm():
-    table = as_dict()
+def test_unknown_keys_are_ignored():
+    table = table_dict()
     table["by"] = table["entries"][0]["by"] = "somebody"
-    assert from_json(json.dumps(table)) == ([an_entry()], 0)
+    assert from_json(json.dumps(table)) == ([make_entry()], 0)
 
 
 # ---- merge ----
 
 
-def test_the_last_entry_of_a_problem_wins():
-    slow, fast, other = an_entry(ms=2.0), an_entry(ms=1.0), an_entry(shape=(1, 1, 1))
+def test_last_entry_of_a_problem_wins():
+    slow, fast, other = make_entry(ms=2.0), make_entry(ms=1.0), make_entry(shape=(1, 1, 1))
     assert merge([slow, other], [fast]) == [fast, other]
     assert merge([fast, other], [slow]) == [slow, other]
     assert merge([slow, other, fast]) == [fast, other]
 
 
-def test_entries_of_different_versions_stay_side_by_side():
-    old, new = an_entry(versions={"torch": "2.13.0"}), an_entry(versions={"torch": "2.14.0"})
+def test_entries_of_different_versions_are_kept():
+    old, new = make_entry(versions={"torch": "2.13.0"}), make_entry(versions={"torch": "2.14.0"})
     assert merge([old], [new]) == [old, new]
 
 
-def test_the_order_of_versions_does_not_matter():
-    one, same = an_entry(versions={"a": "1", "b": "2"}), an_entry(versions={"b": "2", "a": "1"}, ms=2.0)
+def test_order_of_versions_does_not_matter():
+    one, same = make_entry(versions={"a": "1", "b": "2"}), make_entry(versions={"b": "2", "a": "1"}, ms=2.0)
     assert merge([one], [same]) == [same]
 
 
@@ -177,7 +177,7 @@ def test_merge_is_idempotent(one, other):
 
 @settings(deadline=None, derandomize=True)
 @given(TABLES.filter(bool))
-def test_a_round_trip_loses_no_entry(entries):
+def test_round_trip_keeps_all_entries(entries):
     entries = merge(entries)
     read, bad = from_json(to_json(entries))
     assert bad == 0
@@ -187,85 +187,85 @@ def test_a_round_trip_loses_no_entry(entries):
 # ---- nearest ----
 
 
-def near(*shapes):
-    """The shape of the entry that is taken for WANTED, whichever of them comes first; None if none is."""
-    entries = [an_entry(shape=shape) for shape in shapes]
+def nearest_shape(*shapes):
+    """Return the shape of the nearest entry to WANTED, or None; check that it is independent of the order."""
+    entries = [make_entry(shape=shape) for shape in shapes]
     found = [nearest(list(order), WANTED) for order in permutations(entries)]
     assert found == [found[0]] * len(found)
     return found[0] and found[0].problem.shape
 
 
-def test_nothing_is_nearest_in_an_empty_table():
+def test_empty_table_has_no_nearest_entry():
     assert nearest([], WANTED) is None
 
 
 @pytest.mark.parametrize("m", [4097, 5000, 8191, 8192])
-def test_an_m_of_the_same_bucket_is_as_good_as_the_same(m):
-    assert near((m, N, K), (16384, N, K), (4096, N, K)) == (m, N, K)
-    assert near((m, N, K), (M, N, K + 1)) == (m, N, K)
+def test_m_in_the_same_bucket_counts_as_equal(m):
+    assert nearest_shape((m, N, K), (16384, N, K), (4096, N, K)) == (m, N, K)
+    assert nearest_shape((m, N, K), (M, N, K + 1)) == (m, N, K)
 
 
 @pytest.mark.parametrize("m", [2049, 4096, 8193, 16384])
-def test_an_m_of_the_next_bucket_will_do(m):
-    assert near((m, N, K)) == (m, N, K)
+def test_m_in_the_next_bucket_is_near(m):
+    assert nearest_shape((m, N, K)) == (m, N, K)
 
 
 @pytest.mark.parametrize("m", [1, 2048, 16385, 32768])
-def test_an_m_two_buckets_off_is_too_far(m):
-    assert near((m, N, K)) is None
+def test_m_two_buckets_away_is_too_far(m):
+    assert nearest_shape((m, N, K)) is None
 
 
 @pytest.mark.parametrize("n, k", [(N // 2, K), (2 * N, K), (N, K // 2), (N, 2 * K), (2 * N, K // 2)])
-def test_a_factor_of_two_in_n_or_k_will_do(n, k):
-    assert near((M, n, k)) == (M, n, k)
+def test_factor_of_two_in_n_or_k_is_near(n, k):
+    assert nearest_shape((M, n, k)) == (M, n, k)
 
 
 @pytest.mark.parametrize("n, k", [(N // 2 - 1, K), (2 * N + 1, K), (N, K // 2 - 1), (N, 2 * K + 1)])
 def test_more_than_a_factor_of_two_in_n_or_k_is_too_far(n, k):
-    assert near((M, n, k)) is None
+    assert nearest_shape((M, n, k)) is None
 
 
-def test_the_smallest_sum_of_differences_counts():
-    assert near((2 * M, N, K), (M, N * 3 // 2, K)) == (M, N * 3 // 2, K)
-    assert near((2 * M, N, K), (M, N * 3 // 2, K * 3 // 2)) == (2 * M, N, K)
-    assert near((M, N * 3 // 2, K), (M, N, K * 5 // 4)) == (M, N, K * 5 // 4)
+def test_smallest_sum_of_differences_wins():
+    assert nearest_shape((2 * M, N, K), (M, N * 3 // 2, K)) == (M, N * 3 // 2, K)
+    assert nearest_shape((2 * M, N, K), (M, N * 3 // 2, K * 3 // 2)) == (2 * M, N, K)
+    assert nearest_shape((M, N * 3 // 2, K), (M, N, K * 5 // 4)) == (M, N, K * 5 // 4)
 
 
-def test_of_equally_near_shapes_the_larger_is_taken():
-    assert near((5000, N, K), (8000, N, K), (6000, N, K)) == (8000, N, K)
-    assert near((M // 2, N, K), (2 * M, N, K)) == (2 * M, N, K)
-    assert near((M, N // 2, K), (M, 2 * N, K)) == (M, 2 * N, K)
+def test_larger_of_equally_near_shapes_wins():
+    assert nearest_shape((5000, N, K), (8000, N, K), (6000, N, K)) == (8000, N, K)
+    assert nearest_shape((M // 2, N, K), (2 * M, N, K)) == (2 * M, N, K)
+    assert nearest_shape((M, N // 2, K), (M, 2 * N, K)) == (M, 2 * N, K)
 
 
-OTHERS = {
+OTHER_FIELDS = {
     "operator": "gemm_rs", "gpu": "AMD Testing", "world_size": 8, "local_world_size": 2, "dtype": "float16",
     "layout": "kn",
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_everything_but_the_shape_must_be_the_same(name):
-    other = an_entry(**{name: OTHERS[name]})
+@pytest.mark.parametrize("name", OTHER_FIELDS)
+def test_all_fields_but_the_shape_must_match(name):
+    other = make_entry(**{name: OTHER_FIELDS[name]})
     assert nearest([other], WANTED) is None
-    similar = an_entry(shape=(M // 2, N, K))
+    similar = make_entry(shape=(M // 2, N, K))
     assert nearest([other, similar], WANTED) == nearest([similar, other], WANTED) == similar
 
 
 @pytest.mark.parametrize("shape", [(), (M, N), (M, N, K, 1), (0, N, K), (M, 0, K), (M, N, 0)])
-def test_a_shape_of_another_kind_is_not_near(shape):
-    assert near(shape) is None
-    assert near(shape, SHAPE) == SHAPE
+def test_shape_of_other_length_or_with_zeros_is_not_near(shape):
+    assert nearest_shape(shape) is None
+    assert nearest_shape(shape, SHAPE) == SHAPE
 
 
 @pytest.mark.parametrize("shape", [(0, N, K), (M, 0, K), (M, N, 0)])
-def test_nothing_is_near_to_an_empty_problem(shape):
-    entries = [an_entry(), *[an_entry(shape=(m, N, K)) for m in (0, 1, 2)], an_entry(shape=shape)]
-    assert nearest(entries, an_entry(shape=shape).problem) is None
+def test_empty_problem_has_no_nearest_entry(shape):
+    entries = [make_entry(), *[make_entry(shape=(m, N, K)) for m in (0, 1, 2)], make_entry(shape=shape)]
+    assert nearest(entries, make_entry(shape=shape).problem) is None
 
 
 @settings(deadline=None, derandomize=True)
 @given(TABLES.filter(bool), st.data())
-def test_where_the_shape_is_there_nothing_farther_is_taken(entries, data):
+def test_nearest_prefers_an_entry_of_the_same_shape(entries, data):
     wanted = data.draw(st.sampled_from(entries)).problem
     found = nearest(entries, wanted).problem
     assert found.shape[1:] == wanted.shape[1:] and found.world_size == wanted.world_size

@@ -1,4 +1,4 @@
-"""Tuning tp_moe and its halves, and calls that take what was tuned: forward and backward, by our kernels or torch's."""
+"""Tuning tp_moe, moe_ag_gemm and moe_gemm_rs, and calls that use the tuned configs, in forward and backward."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ from tdkernels.symm.group import group_state
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of, problem_of
-from tests.autotune.test_selection import counted, tables_in, tune_by_hand
+from tests.autotune.test_selection import count_calls, store_entries, tables_in
 from tests.ops.experts.tp_moe.oracle import BF16, FP32, Sliced
 from tests.support.aot import recorded_launches
 from tests.support.moe_oracle import NAMES
@@ -32,8 +32,8 @@ TILES = Tiles(32, 32, 32, num_warps=4, num_stages=2)
 TUNED = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=2)
 EXPLICIT = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=32, stages=1)
 TORCH = MoeTpConfig(method="torch")
-# Tokens, H and I or N and K, experts and choices of the whole problem. In fp32 so many that errors are those of sums:
-# with a few elements plain torch happens to be exact on some CPUs.
+# Tokens, H and I or N and K, experts, top-k of the whole problem. The fp32 sizes are larger so that sums are inexact:
+# with few elements plain torch happens to be exact on some CPUs.
 PROBLEMS = [
     ("tp_moe", (16, 96, 64, 2, 1), "swiglu", FP32),
     ("moe_ag_gemm", (8, 12, 16, 2, 1), "swiglu_interleaved", BF16),
@@ -45,39 +45,39 @@ OPERATORS = ["tp_moe", "moe_ag_gemm", "moe_gemm_rs"]
 GRADIENTS = [("moe_ag_gemm", "kn"), ("moe_gemm_rs", "kn")]
 
 
-def is_tuned(folder, *problem):
+def tune_problem(folder, *problem):
     operator, shape, layout, dtype = problem
     with cache_in(folder / f"rank{dist.get_rank()}"):
-        return expert_support.tunes(operator, shape, layout, TUNED, dtype)
+        return expert_support.check_tune(operator, shape, layout, TUNED, dtype)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem[0]}-{problem[2]}")
-def test_all_ranks_find_the_same(tmp_path, problem):
-    first, second = on_ranks(2, is_tuned, tmp_path, *problem)
+def test_all_ranks_find_the_same_entry(tmp_path, problem):
+    first, second = on_ranks(2, tune_problem, tmp_path, *problem)
     assert first == second
 
 
-def refuses_what_is_wrong(operator):
-    """A gradient's candidate is right in all that it leaves, or out."""
+def check_reference(operator):
+    """Check that the reference rejects a candidate for a gradient if any of its outputs is wrong."""
     group, op = dist.group.WORLD, tunable(operator)
     problem = problem_of(operator, (8, 16, 16, 3, 2), "kn", "bfloat16")
     operands = op.operands(problem, device(), torch.Generator(device()).manual_seed(1 + dist.get_rank()))
     reference = Reference(op, problem, operands, group)
     for config in (TUNED, TORCH):
-        made = op.run(op.prepared(operands, problem, group, config), problem, group, config)
+        outputs = op.run(op.prepared(operands, problem, group, config), problem, group, config)
         tdkernels.synchronize()
-        reference.check(op.comparable(made, problem))
-        for part in made[:3] if operator == "moe_ag_gemm" else [made]:
-            right = part.clone()
-            part.mul_(1.25)
+        reference.check(op.comparable(outputs, problem))
+        for output in outputs[:3] if operator == "moe_ag_gemm" else [outputs]:
+            correct = output.clone()
+            output.mul_(1.25)
             with pytest.raises(ArithmeticError, match="wrong: errors"):
-                reference.check(op.comparable(made, problem))
-            part.copy_(right)
+                reference.check(op.comparable(outputs, problem))
+            output.copy_(correct)
 
 
 @pytest.mark.parametrize("operator", ["moe_ag_gemm", "moe_gemm_rs"])
-def test_what_is_wrong_in_a_gradient(operator):
-    on_ranks(2, refuses_what_is_wrong, operator)
+def test_wrong_output_of_a_gradient_is_rejected(operator):
+    on_ranks(2, check_reference, operator)
 
 
 BAD = [
@@ -99,34 +99,34 @@ BAD = [
 ]
 
 
-def test_problems_that_there_are_not():
-    on_ranks(2, expert_support.are_refused, BAD)
+def test_bad_problems_are_rejected():
+    on_ranks(2, expert_support.check_rejected, BAD)
 
 
-# ---- what a call takes ----
+# ---- calls use tuned configs ----
 
 
-def launches():
-    """Within, the configs that the kernels run with."""
-    return expert_support.recorded(
+def launched_configs():
+    """Record the configs that the kernels run with."""
+    return expert_support.record_configs(
         (tp_moe_launch_ag_gemm, "launch", lambda args, options: args[3]),
         (tp_moe_launch_gemm_rs, "launch", lambda args, options: args[4]),
     )
 
 
-def a_layer(group, **changes):
+def make_layer(group, **changes):
     return Sliced(**{**dict(tokens=4, k=1, experts=2, width=12, hidden=3, dtype=FP32, group=group), **changes})
 
 
-def halves(layer, **options):
-    """A layer by its halves, each called alone."""
+def call_stages(layer, **options):
+    """Compute a layer with moe_ag_gemm and moe_gemm_rs."""
     x, ids, weights, w_gate_up, w_down = layer.operands()
     h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu", group=layer.group, **options)
     return tdkernels.moe_gemm_rs(h, routing, weights, w_down, group=layer.group, **options)
 
 
 def entries(config, other=None, width=12, hidden=3, dtype="float32"):
-    """For the sizes of ``a_layer``."""
+    """Return entries for the sizes of ``make_layer``; ``other`` is the config of moe_gemm_rs."""
     problems = {
         "tp_moe": (8, width, 2 * hidden, 2, 1), "moe_ag_gemm": (8, 4 * hidden, width, 2, 1),
         "moe_gemm_rs": (8, width, 2 * hidden, 2, 1),
@@ -136,172 +136,182 @@ def entries(config, other=None, width=12, hidden=3, dtype="float32"):
                      dtype=dtype) for operator, shape in problems.items()]
 
 
-def take_the_entry(folder):
-    """Forward in the tuned config, backward in the default, of which nothing is known; later calls ask nobody; an
-    explicit config wins."""
-    rows = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), chunk_rows=16)
+def check_tuned_configs(folder):
+    """Check that the forward uses the tuned config, the backward the default, and that an explicit config wins.
+
+    Repeated calls select without communication.
+    """
+    stage_config = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), chunk_rows=16)
     with a_group() as group, tables_in(folder):
-        tune_by_hand(*entries(TUNED, rows))
-        layer, state = a_layer(group), group_state(group)
-        with launches() as ran:
+        store_entries(*entries(TUNED, stage_config))
+        layer, state = make_layer(group), group_state(group)
+        with launched_configs() as ran:
             layer.check(layer.run())
         assert ran[:2] == [("launch", TUNED)] * 2 and len(ran) == 4
         default = tunable("moe_ag_gemm").default(problem_of("moe_ag_gemm", (8, 12, 12, 2, 1)), layer.ids.device)
         assert {config for _, config in ran[2:]} == {default}
-        with launches() as ran:
-            layer.check({"y": halves(layer).detach()})
-        assert [config for _, config in ran] == [TUNED, rows]
+        with launched_configs() as ran:
+            layer.check({"y": call_stages(layer).detach()})
+        assert [config for _, config in ran] == [TUNED, stage_config]
         assert {(problem.operator, choice.source) for (problem, _), choice in state.choices.items()
                 if problem.operator in OPERATORS and problem.layout != "kn"
                 } == {(operator, "cache") for operator in OPERATORS}
-        with launches() as ran, counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
+        with (
+            launched_configs(), count_calls(state, "exchange") as exchanges,
+            count_calls(selection, "look_up") as lookups,
+        ):
             layer.check({"y": layer.call().detach()})
             assert (exchanges, lookups) == ([0], [0])
-        known = dict(state.choices)
-        with launches() as ran:
-            for y in (layer.call(config=EXPLICIT), halves(layer, config=EXPLICIT)):
+        previous = dict(state.choices)
+        with launched_configs() as ran:
+            for y in (layer.call(config=EXPLICIT), call_stages(layer, config=EXPLICIT)):
                 layer.check({"y": y.detach()})
-        assert [config for _, config in ran] == [EXPLICIT] * 4 and state.choices == known
-        asked = explain("moe_ag_gemm", *(layer.operands()[i] for i in (0, 1, 3)), layout="swiglu", group=group)
-        assert (asked.source, asked.config) == ("cache", TUNED)
+        assert [config for _, config in ran] == [EXPLICIT] * 4 and state.choices == previous
+        result = explain("moe_ag_gemm", *(layer.operands()[i] for i in (0, 1, 3)), layout="swiglu", group=group)
+        assert (result.source, result.config) == ("cache", TUNED)
         del group, layer, state, y
 
 
-def test_a_call_takes_what_was_tuned(tmp_path):
-    on_ranks(2, take_the_entry, tmp_path)
+def test_call_uses_tuned_config(tmp_path):
+    on_ranks(2, check_tuned_configs, tmp_path)
 
 
-def take_torch(folder):
-    """Its gradients are torch's, too. Of sizes and a type that torch's product takes on a GPU."""
+def check_torch_config(folder):
+    """Check that no kernel runs in forward and backward; sizes and dtype suit torch's grouped GEMM on a GPU."""
     with a_group() as group, tables_in(folder):
         wide = {"width": 16, "hidden": 8, "dtype": BF16}
-        tune_by_hand(*entries(TORCH, width=16, hidden=8, dtype="bfloat16"))
-        for layer, call in ((a_layer(group, **wide), None), (a_layer(group, seed=1, **wide), halves)):
+        store_entries(*entries(TORCH, width=16, hidden=8, dtype="bfloat16"))
+        for layer, call in ((make_layer(group, **wide), None), (make_layer(group, seed=1, **wide), call_stages)):
             layer.require()
-            with launches() as ran:
+            with launched_configs() as ran:
                 y = layer.call() if call is None else call(layer)
                 y.backward(layer.dy)
             layer.check({"y": y.detach(), **layer.gradients()})
             assert not ran
-        with launches() as ran:  # of another layout nothing is known
-            layer = a_layer(group, activation="swiglu_interleaved", **wide)
+        with launched_configs() as ran:  # another layout has no entries
+            layer = make_layer(group, activation="swiglu_interleaved", **wide)
             layer.check({"y": layer.call().detach()})
         assert len(ran) == 2
-        text = str(explain("tp_moe", *a_layer(group, **wide).operands(), group=group))
+        text = str(explain("tp_moe", *make_layer(group, **wide).operands(), group=group))
         assert "tp_moe 8x16x16x2x1 bfloat16 swiglu on 2 x" in text and "  config      method=torch" in text
         assert "  runs        torch collective and grouped matmul" in text
         del group, layer, y
 
 
-def test_a_call_takes_torchs_sequence(tmp_path):
-    on_ranks(2, take_torch, tmp_path)
+def test_call_uses_the_torch_backend(tmp_path):
+    on_ranks(2, check_torch_config, tmp_path)
 
 
-# Of gradients' products. Chunks and stages are the routing's, whatever these say.
-OF_DH = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), num_comm_sms=3, chunk_rows=48, stages=5)
-OF_DX = MoeTpConfig(tiles=Tiles(64, 32, 32, num_warps=4, num_stages=2), chunk_rows=64, stages=1)
-# Of a type and sizes that torch's product takes on a GPU.
+# Configs of the GEMMs of gradients. Their chunks and stages are ignored: the routing determines both.
+DH_CONFIG = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), num_comm_sms=3, chunk_rows=48, stages=5)
+DX_CONFIG = MoeTpConfig(tiles=Tiles(64, 32, 32, num_warps=4, num_stages=2), chunk_rows=64, stages=1)
+# Sizes and dtype that torch's grouped GEMM supports on a GPU.
 WIDE = {"width": 16, "hidden": 8, "dtype": BF16}
 
 
-def of_gradients(of_dh, of_dx, tokens=8):
-    """Entries for the gradients of ``a_layer`` with WIDE, of so many tokens of all ranks."""
+def gradient_entries(dh_config, dx_config, tokens=8):
+    """Return entries for the gradients of ``make_layer`` with WIDE; ``tokens`` counts the tokens of all ranks."""
     return (
-        entry_of(of_dh, "moe_ag_gemm", (tokens, 16, 16, 2, 1), "kn", dtype="bfloat16"),
-        entry_of(of_dx, "moe_gemm_rs", (tokens, 16, 32, 2, 1), "kn", dtype="bfloat16"),
+        entry_of(dh_config, "moe_ag_gemm", (tokens, 16, 16, 2, 1), "kn", dtype="bfloat16"),
+        entry_of(dx_config, "moe_gemm_rs", (tokens, 16, 32, 2, 1), "kn", dtype="bfloat16"),
     )
 
 
-def compiled(layer, config=None):
-    """A layer as torch.compile has it called."""
+def call_compiled_op(layer, config=None):
+    """Call a layer through the custom operator that torch.compile uses."""
     group, text = layer.group.group_name, as_argument(config)
     return tp_moe_compiled(*layer.operands(), layer.activation, group, text)
 
 
-CALLS = {"tp_moe": Sliced.call, "halves": halves, "compiled": compiled}
+CALLS = {"tp_moe": Sliced.call, "stages": call_stages, "compiled": call_compiled_op}
 
 
-def trained(layer, call, wanted=NAMES, **options):
-    """The configs of the kernels that ran; y and the gradients that are wanted are right."""
-    layer.require(wanted)
-    with launches() as ran:
+def check_training(layer, call, names=NAMES, **options):
+    """Check y and the gradients of the operands in ``names``; return the configs of the kernels that ran."""
+    layer.require(names)
+    with launched_configs() as ran:
         y = call(layer, **options)
         y.backward(layer.dy)
     results = {"y": y.detach(), **layer.gradients()}
-    assert results.keys() == {"y", *(f"d{name}" for name in wanted)}
+    assert results.keys() == {"y", *(f"d{name}" for name in names)}
     layer.check(results)
     return [config for _, config in ran]
 
 
-def go_backward(folder, call):
-    """Gradients run as was tuned for them; later calls ask nobody; an explicit config is that of the gradients, too."""
+def check_backward(folder, call):
+    """Check that gradients use their own entries, and that an explicit config also applies to gradients.
+
+    Repeated calls select without communication.
+    """
     call = CALLS[call]
     with a_group() as group, tables_in(folder, user=f"rank{dist.get_rank()}"):
-        tune_by_hand(*entries(TUNED, width=16, hidden=8, dtype="bfloat16"), *of_gradients(OF_DH, OF_DX))  # on rank 0
-        layer, state = a_layer(group, **WIDE), group_state(group)
-        with counted(selection, "look_up") as lookups:
-            assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
+        forward_entries = entries(TUNED, width=16, hidden=8, dtype="bfloat16")
+        store_entries(*forward_entries, *gradient_entries(DH_CONFIG, DX_CONFIG))  # in the cache of rank 0 only
+        layer, state = make_layer(group, **WIDE), group_state(group)
+        with count_calls(selection, "look_up") as lookups:
+            assert check_training(layer, call) == [TUNED, TUNED, DH_CONFIG, DX_CONFIG]
         assert (lookups[0] > 0) == (dist.get_rank() == 0)
         sources = {
             problem.operator: choice.source for (problem, _), choice in state.choices.items() if problem.layout == "kn"
         }
         assert sources == {"moe_ag_gemm": "cache", "moe_gemm_rs": "cache"}
-        known = dict(state.choices)
-        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
-            assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
+        previous = dict(state.choices)
+        with count_calls(state, "exchange") as exchanges, count_calls(selection, "look_up") as lookups:
+            assert check_training(layer, call) == [TUNED, TUNED, DH_CONFIG, DX_CONFIG]
             assert (exchanges, lookups) == ([0], [0])
-        assert trained(layer, call, config=EXPLICIT) == [EXPLICIT] * 4 and state.choices == known
+        assert check_training(layer, call, config=EXPLICIT) == [EXPLICIT] * 4 and state.choices == previous
         for name, expected in (
-            ("x", [OF_DH, OF_DX]), ("topk_weights", [OF_DH]), ("w_gate_up", [OF_DH]), ("w_down", [OF_DH]),
+            ("x", [DH_CONFIG, DX_CONFIG]), ("topk_weights", [DH_CONFIG]), ("w_gate_up", [DH_CONFIG]),
+            ("w_down", [DH_CONFIG]),
         ):
-            assert trained(layer, call, wanted=(name,))[2:] == expected, name
+            assert check_training(layer, call, names=(name,))[2:] == expected, name
         with autotune.mode("off"):
-            ran = trained(a_layer(group, **WIDE), call)
-            assert len(ran) == 4 and not {TUNED, OF_DH, OF_DX} & set(ran[2:])
+            ran = check_training(make_layer(group, **WIDE), call)
+            assert len(ran) == 4 and not {TUNED, DH_CONFIG, DX_CONFIG} & set(ran[2:])
         del group, layer, state
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_gradients_take_what_was_tuned(tmp_path, call):
-    on_ranks(2, go_backward, tmp_path, call)
+def test_gradients_use_tuned_configs(tmp_path, call):
+    on_ranks(2, check_backward, tmp_path, call)
 
 
-def go_backward_by_the_routing(folder):
-    """Three chunks and as many stages, as the forward has made them, by entries that say otherwise."""
+def check_backward_chunks(folder):
+    """Check that a backward keeps the 3 chunks and 3 stages of the forward if its entries have other values."""
     forward = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=3)
     with a_group() as group, tables_in(folder):
         entry = entry_of(forward, "tp_moe", (80, 16, 16, 2, 1), dtype="bfloat16")
-        tune_by_hand(entry, *of_gradients(OF_DH, OF_DX, tokens=80))
-        layer = a_layer(group, tokens=40, **WIDE)
-        assert trained(layer, Sliced.call) == [forward, forward, OF_DH, OF_DX]
+        store_entries(entry, *gradient_entries(DH_CONFIG, DX_CONFIG, tokens=80))
+        layer = make_layer(group, tokens=40, **WIDE)
+        assert check_training(layer, Sliced.call) == [forward, forward, DH_CONFIG, DX_CONFIG]
         del group, layer
 
 
 def test_gradients_keep_chunks_and_stages_of_the_forward(tmp_path):
-    on_ranks(2, go_backward_by_the_routing, tmp_path)
+    on_ranks(2, check_backward_chunks, tmp_path)
 
 
-def go_backward_by_torch(folder, which):
-    """By torch for one gradient alone, whose other products are ours; of nothing else is anything known."""
+def check_one_gradient_by_torch(folder, which):
+    """Check that one gradient runs the torch backend and the other its kernel; the forward has no entries."""
     with a_group() as group, tables_in(folder):
-        tune_by_hand(*of_gradients(*((TORCH, OF_DX) if which == "dh" else (OF_DH, TORCH))))
+        store_entries(*gradient_entries(*((TORCH, DX_CONFIG) if which == "dh" else (DH_CONFIG, TORCH))))
         for call in CALLS.values():
-            layer = a_layer(group, **WIDE)
-            forward, ran = trained(layer, call)[:2], trained(layer, call)
-            assert ran == [*forward, OF_DX if which == "dh" else OF_DH]
+            layer = make_layer(group, **WIDE)
+            forward, ran = check_training(layer, call)[:2], check_training(layer, call)
+            assert ran == [*forward, DX_CONFIG if which == "dh" else DH_CONFIG]
             assert {config.method for config in forward} == {"fused"}
         del group, layer
 
 
 @pytest.mark.parametrize("which", ["dh", "dx"])
 def test_one_gradient_by_torch(tmp_path, which):
-    on_ranks(2, go_backward_by_torch, tmp_path, which)
+    on_ranks(2, check_one_gradient_by_torch, tmp_path, which)
 
 
-def go_backward_unevenly():
-    """Ranks whose gradients are of other operators: named, on both."""
+def check_gradient_mismatch():
+    """Check that both ranks report it if they compute gradients with different operators."""
     with a_group() as group, autotune.mode("cached"):
-        layer = a_layer(group, **WIDE)
+        layer = make_layer(group, **WIDE)
         x, ids, weights, w_gate_up, w_down = layer.operands()
         h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu", group=group)
         back = (w_gate_up, w_down)[group.rank()].transpose(1, 2)
@@ -311,17 +321,17 @@ def go_backward_unevenly():
         del group, layer, routing
 
 
-def test_gradients_that_differ():
-    on_ranks(2, go_backward_unevenly)
+def test_mismatched_gradients_are_reported():
+    on_ranks(2, check_gradient_mismatch)
 
 
 @contextlib.contextmanager
 def nested_tuning():
-    """What is tuned within: (the operator, in how many others' tuning)."""
-    found, depth, real = [], [0], tuner.tune_problem
+    """Record the tuning runs as (operator, nesting depth)."""
+    tuned, depth, real = [], [0], tuner.tune_problem
 
     def tune_problem(tunable, *args, **options):
-        found.append((tunable.name, depth[0]))
+        tuned.append((tunable.name, depth[0]))
         depth[0] += 1
         try:
             return real(tunable, *args, **options)
@@ -330,50 +340,50 @@ def nested_tuning():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "tune_problem", tune_problem)
-        yield found
+        yield tuned
 
 
-def tune_in_a_call(folder):
-    """In the mode "on", and only what the call is of: not what it calls in its turn, but for that itself."""
+def check_mode_on(folder):
+    """Check that mode "on" tunes the called operator, and not the operators that it calls internally."""
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(a_group())
         stack.enter_context(tables_in(folder, mode="on"))
         for operator in (*OPERATORS, "all_gather"):
-            stack.enter_context(expert_support.space(operator))
+            stack.enter_context(expert_support.restrict_space(operator))
         tuned = stack.enter_context(nested_tuning())
-        layer = a_layer(group)
+        layer = make_layer(group)
         layer.check({"y": layer.call().detach()})
-        assert tuned == [("tp_moe", 0), ("all_gather", 0)]  # that of the weights
-        found = {problem.operator: choice.source for (problem, _), choice in group_state(group).choices.items()}
-        assert found["tp_moe"] == "cache" and "moe_ag_gemm" not in found
+        assert tuned == [("tp_moe", 0), ("all_gather", 0)]  # the all-gather of the top-k weights
+        sources = {problem.operator: choice.source for (problem, _), choice in group_state(group).choices.items()}
+        assert sources["tp_moe"] == "cache" and "moe_ag_gemm" not in sources
         del group, layer
 
 
-def test_the_mode_on(tmp_path):
-    on_ranks(2, tune_in_a_call, tmp_path)
+def test_mode_on(tmp_path):
+    on_ranks(2, check_mode_on, tmp_path)
 
 
-def tune_in_a_backward(folder):
-    """Each gradient when it is first asked for, and the gradients that were under way are right."""
+def check_mode_on_in_a_backward(folder):
+    """Check that mode "on" tunes each gradient at its first use, and that the gradients are correct meanwhile."""
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(a_group())
         stack.enter_context(tables_in(folder, mode="on"))
         for operator in (*OPERATORS, "all_gather", "reduce_scatter"):
-            stack.enter_context(expert_support.space(operator))
-        tune_by_hand(*entries(TUNED))
+            stack.enter_context(expert_support.restrict_space(operator))
+        store_entries(*entries(TUNED))
         tuned = stack.enter_context(nested_tuning())
-        for call, expected in ((Sliced.call, ["moe_ag_gemm", "moe_gemm_rs"]), (halves, [])):
+        for call, expected in ((Sliced.call, ["moe_ag_gemm", "moe_gemm_rs"]), (call_stages, [])):
             tuned.clear()
-            trained(a_layer(group), call)
+            check_training(make_layer(group), call)
             assert [name for name, depth in tuned if name in OPERATORS and not depth] == expected
-        found = {(problem.operator, problem.layout): choice.source
-                 for (problem, _), choice in group_state(group).choices.items()}
-        assert found["moe_ag_gemm", "kn"] == found["moe_gemm_rs", "kn"] == "cache"
+        sources = {(problem.operator, problem.layout): choice.source
+                   for (problem, _), choice in group_state(group).choices.items()}
+        assert sources["moe_ag_gemm", "kn"] == sources["moe_gemm_rs", "kn"] == "cache"
         del group
 
 
-def test_the_mode_on_in_a_backward(tmp_path):
-    on_ranks(2, tune_in_a_backward, tmp_path)
+def test_mode_on_in_a_backward(tmp_path):
+    on_ranks(2, check_mode_on_in_a_backward, tmp_path)
 
 
 # ---- without ranks ----
@@ -391,7 +401,7 @@ def test_the_mode_on_in_a_backward(tmp_path):
         ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 4, 12), (3, 12, 4)), {}, (8, 12, 8, 3, 2), "none"),
     ],
 )
-def test_explained_by_shapes(operator, shapes, options, shape, layout):
+def test_explain_infers_sizes_from_shapes(operator, shapes, options, shape, layout):
     result = explain(operator, *shapes, world_size=2, **options)
     assert (result.problem.shape, result.problem.layout, result.source) == (shape, layout, "default")
     assert result.problem == explain(operator, *shape, layout=layout, world_size=2).problem
@@ -410,22 +420,22 @@ def test_explained_by_shapes(operator, shapes, options, shape, layout):
         ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 8, 12)), "the operands are x, topk_ids, topk_weights, w_gate_up"),
     ],
 )
-def test_shapes_that_do_not_fit(operator, shapes, message):
+def test_explain_rejects_mismatched_shapes(operator, shapes, message):
     with pytest.raises(ValueError, match=message):
         explain(operator, *shapes, world_size=2)
 
 
-def test_what_cannot_run_is_no_candidate():
-    with expert_support.an_h200():
+def test_torch_config_is_illegal_if_torch_does_not_support_it():
+    with expert_support.fake_h200():
         problem = Problem("tp_moe", "NVIDIA H200", 2, 2, "bfloat16", "swiglu", (64, 4096, 28, 8, 2))
         op = tunable("tp_moe")
         assert "multiple of 16 bytes" in op.illegal(TORCH, problem, expert_support.GPU)
         assert op.illegal(op.default(problem, expert_support.GPU), problem, expert_support.GPU) is None
-        of_halves = Problem("tp_moe", "NVIDIA H200", 2, 2, "float16", "swiglu", (64, 4096, 256, 8, 2))
-        assert "needs bfloat16" in op.illegal(TORCH, of_halves, expert_support.GPU)
+        fp16_problem = Problem("tp_moe", "NVIDIA H200", 2, 2, "float16", "swiglu", (64, 4096, 256, 8, 2))
+        assert "needs bfloat16" in op.illegal(TORCH, fp16_problem, expert_support.GPU)
 
 
-# Of GEMMs like M x N x K; of a layer those are M x I x H.
+# (ranks, M, N, K, experts, top-k) of a GEMM; for a layer M x N x K is M x I x H.
 SIZES = [(2, 64, 64, 64, 4, 2), (8, 8192, 14336, 4096, 8, 2), (4, 512, 2048, 7168, 256, 8), (3, 96, 312, 48, 5, 5)]
 
 
@@ -433,13 +443,13 @@ SIZES = [(2, 64, 64, 64, 4, 2), (8, 8192, 14336, 4096, 8, 2), (4, 512, 2048, 716
 def test_estimates(operator, layout):
     swap = operator != "moe_ag_gemm"
     sizes = [(ranks, layout, m, k if swap else n, n if swap else k, *rest) for ranks, m, n, k, *rest in SIZES]
-    with expert_support.an_h200():
-        expert_support.estimates_are_sensible(operator, sizes)
+    with expert_support.fake_h200():
+        expert_support.check_estimates(operator, sizes)
 
 
-def test_more_stages_pay_where_experts_have_many_rows():
-    """Of few rows each, reading the weights again is what takes time."""
-    with expert_support.an_h200():
+def test_more_stages_are_faster_for_many_rows_per_expert():
+    """With few rows per expert, each stage is bound by reading the weights again."""
+    with expert_support.fake_h200():
         op, default = tunable("moe_ag_gemm"), MoeTpConfig(tiles=Tiles(), chunk_rows=128)
         best = {}
         for tokens in (64, 32768):
@@ -457,12 +467,12 @@ def test_more_stages_pay_where_experts_have_many_rows():
 @pytest.mark.parametrize("operator, layout", [
     ("tp_moe", "none"), ("moe_ag_gemm", "swiglu_interleaved"), ("moe_gemm_rs", "nk"), *GRADIENTS,
 ])
-def test_what_is_compiled_ahead_is_what_a_call_launches(operator, layout):
+def test_call_launches_the_precompiled_kernels(operator, layout):
     shape = 64, 128, 64, 4, 2
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, shape)
     op, config = tunable(operator), MoeTpConfig(tiles=Tiles(64, 64, 64))
     first, second = tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs
-    with pytest.MonkeyPatch.context() as patch, recorded_launches(first) as rows, recorded_launches(second) as sums:
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(first) as gate_up, recorded_launches(second) as down:
         patch.setattr(gpu, "has_tma", lambda device: True)
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         x, *_, weights, w = operands if operator != "tp_moe" else (operands[0], *operands[2:4])
@@ -472,12 +482,12 @@ def test_what_is_compiled_ahead_is_what_a_call_launches(operator, layout):
         if operator != "moe_gemm_rs":
             first.launch(x, w, routing, config, activation, gradients=gradients)
         if operator != "moe_ag_gemm":
-            down, of_choices = operands[-1], None if layout == "kn" else torch.ones(64, 2)
-            second.launch(x.new_empty(128, down.shape[2]), down, routing, of_choices, config)
-        launched = [*rows, *sums]
-        rows.clear(), sums.clear()
+            w_down, topk_weights = operands[-1], None if layout == "kn" else torch.ones(64, 2)
+            second.launch(x.new_empty(128, w_down.shape[2]), w_down, routing, topk_weights, config)
+        launched = [*gate_up, *down]
+        gate_up.clear(), down.clear()
         op.compile([tensor.to("meta") for tensor in operands], problem, config)
-        compiled = [*rows, *sums]
+        compiled = [*gate_up, *down]
     assert len(launched) == len(compiled) == (2 if operator == "tp_moe" else 1)
     for one, other in zip(launched, compiled, strict=True):
-        expert_support.same_code(one, other)
+        expert_support.assert_same_code(one, other)

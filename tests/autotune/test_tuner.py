@@ -1,4 +1,4 @@
-"""The tuner finds the same legal config on all ranks, and the fastest that there is."""
+"""The tuner finds the fastest legal config, the same on all ranks."""
 
 import contextlib
 import functools
@@ -20,24 +20,24 @@ from tests.autotune.support import (
     SHAPE,
     SHAPES,
     candidates,
-    one_of,
+    config_of,
+    equal_on_ranks,
     problem_of,
     replace_in,
-    same_everywhere,
-    unharmed,
+    state_unchanged,
 )
 from tests.support.dense_oracle import OPERATORS
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 from tests.support.simulated_nodes import thorough
 
-# ---- what it finds ----
+# ---- results ----
 
 
-def tunes(folder, operator):
+def check_tune(folder, operator):
     world_size = dist.get_world_size()
     shape = SHAPES[world_size]
     progress = []
-    with cache_in(folder / f"rank{dist.get_rank()}"), unharmed(None):
+    with cache_in(folder / f"rank{dist.get_rank()}"), state_unchanged(None):
         result = tune(operator, *shape, dtype=FP32, on_progress=lambda *step: progress.append(step))
         entry, op = result.entry, tunable(operator)
         assert entry.problem == problem_of(operator, shape)
@@ -51,7 +51,7 @@ def tunes(folder, operator):
         assert {op.plain(), op.default(entry.problem, device()), config} <= trials.keys()
         assert [trial.reason for trial in result.trials] == [None] * len(trials)
         order = [(-trial.last_round, trial.ms) for trial in result.trials]
-        assert order == sorted(order), "those of the last round first"
+        assert order == sorted(order), "trials are sorted by their last round, latest first"
         counts = r"(\d+) candidates: 0 cannot run, (\d+) are beyond 2 x the best estimate, 0 beyond .*; (\d+) are tried"
         candidates, pruned, kept = map(int, re.match(counts, result.log[0]).groups())
         assert 0 <= pruned < candidates and kept == len(trials)
@@ -70,7 +70,7 @@ def tunes(folder, operator):
             ]
             assert kept[0].ms == pytest.approx(entry.ms, rel=1e-3)
         else:
-            assert not kept  # for there may be no folder that all can write
+            assert not kept  # only rank 0 writes: there may be no folder that all ranks can write
     return entry
 
 
@@ -78,25 +78,25 @@ def tunes(folder, operator):
     pytest.param(ranks, name, marks=[thorough] if (ranks, name) == (3, "gemm_ar") else [])
     for ranks in (2, 3) for name in OPERATORS
 ])
-def test_all_ranks_find_the_same_entry_and_keep_it(tmp_path, world_size, operator):
-    entries = on_ranks(world_size, tunes, tmp_path, operator)
+def test_all_ranks_find_the_same_entry_and_rank_0_stores_it(tmp_path, world_size, operator):
+    entries = on_ranks(world_size, check_tune, tmp_path, operator)
     assert entries == [entries[0]] * world_size
     assert [file.name for file in disk_cache.files(tmp_path / "rank0")] == [f"{operator}.json"]
 
 
-def tunes_other_layouts_and_dtypes(folder):
+def check_other_layouts_and_dtypes(folder):
     for operator, dtype in (("ag_gemm", torch.bfloat16), ("gemm_rs", torch.float16), ("gemm_ar", torch.bfloat16)):
-        with cache_in(folder), unharmed(None):
+        with cache_in(folder), state_unchanged(None):
             entry = tune(operator, 64, 64, 64, dtype=dtype, layout="kn").entry
         assert (entry.problem.layout, entry.problem.dtype) == ("kn", str(dtype).removeprefix("torch."))
         assert entry.plain_ms and entry.default_ms
 
 
 def test_other_layouts_and_dtypes(tmp_path):
-    on_ranks(2, tunes_other_layouts_and_dtypes, tmp_path)
+    on_ranks(2, check_other_layouts_and_dtypes, tmp_path)
 
 
-def tunes_in_a_subgroup(folder):
+def check_subgroup(folder):
     with a_group([0, 2]) as group:
         entry = None
         if dist.get_rank() != 1:
@@ -107,19 +107,19 @@ def tunes_in_a_subgroup(folder):
     return entry
 
 
-def test_a_subgroup_tunes_alone(tmp_path):
-    entries = on_ranks(3, tunes_in_a_subgroup, tmp_path)
+def test_subgroup_tunes_without_other_ranks(tmp_path):
+    entries = on_ranks(3, check_subgroup, tmp_path)
     assert entries[0] == entries[2] and entries[1] is None
 
 
 # ---- candidates ----
 
 
-def cuts(folder):
+def check_pruning(folder):
     op = tunable("ag_gemm")
     default, plain = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain()
-    best, near, late, slow = (one_of(op, number) for number in (3, 4, 5, 6))
-    illegal = one_of(op, 0)
+    best, near, late, slow = (config_of(op, number) for number in (3, 4, 5, 6))
+    illegal = config_of(op, 0)
     estimates = {best: 1.0, near: 1.5, late: 1.9, slow: 2.1, default: 50.0, plain: 70.0}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "_MAX_CANDIDATES", 2)
@@ -131,30 +131,33 @@ def cuts(folder):
     )
 
 
-def test_what_is_cut_is_counted_and_default_and_plain_never_are(tmp_path):
-    on_ranks(2, cuts, tmp_path)
+def test_pruned_candidates_are_counted_and_default_and_plain_are_kept(tmp_path):
+    on_ranks(2, check_pruning, tmp_path)
 
 
 # ---- times ----
 
 
 @contextlib.contextmanager
-def made_up_times(ms, host_share=0.0, in_graph=None):
-    """Bursts take ``ms[config]`` (a number, or one for each rank); gives the bursts: (config, calls), None alone.
+def fake_times(ms, host_share=0.0, in_graph=None):
+    """Replace the tuner's bursts with given times; yield the list of bursts as (config, calls).
 
-    ``host_share``: of that, until the host has launched; ``in_graph``: the same as ``ms`` of bursts in a CUDA graph
+    Args:
+        ms: Time by config: a number, or one number per rank. The key None is the local computation.
+        host_share: Fraction of the time that the host needs for the launches.
+        in_graph: As ``ms``, for bursts in a CUDA graph.
     """
     op, bursts = tunable("ag_gemm"), []
-    real, asked = op.run, []
+    real, current = op.run, []
     with pytest.MonkeyPatch.context() as patch:
 
         def burst(call, input_sets, calls, device, group, ms=ms, host_share=host_share):
-            asked[:] = [None]
-            replace_in(patch, op, "run", lambda operands, problem, group, config: asked.__setitem__(0, config))
+            current[:] = [None]
+            replace_in(patch, op, "run", lambda operands, problem, group, config: current.__setitem__(0, config))
             call(input_sets[0])
             replace_in(patch, op, "run", real)
-            bursts.append((asked[0], calls))
-            value = ms[asked[0]]
+            bursts.append((current[0], calls))
+            value = ms[current[0]]
             value = value[dist.get_rank()] if isinstance(value, tuple) else value
             return value, host_share * value
 
@@ -164,18 +167,18 @@ def made_up_times(ms, host_share=0.0, in_graph=None):
         yield bursts
 
 
-def eliminates(folder):
+def check_elimination(folder):
     op = tunable("ag_gemm")
     default, plain = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain()
-    # Fastest on rank 0; best where it is slowest; just behind; one too many; far behind.
-    uneven, best, behind, last, far = (one_of(op, number) for number in (3, 4, 5, 7, 6))
+    # Fastest on rank 0 only; best on its slowest rank; just behind; beyond the limit of candidates; far behind.
+    uneven, best, behind, last, far = (config_of(op, number) for number in (3, 4, 5, 7, 6))
     ms = {uneven: (0.1, 0.16), best: (0.15, 0.14), behind: 0.18, last: 0.2, far: (1.0, 0.01)}
     ms |= {default: 0.3, plain: (0.5, 0.4)}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         first, *others = rounds.ROUNDS["cuda"]
         patch.setitem(rounds.ROUNDS, device().type, (replace(first, keep=3), *others))
         patch.setitem(rounds.FINAL, device().type, rounds.FINAL["cuda"])
-        with candidates(far, last, uneven, best, behind), made_up_times({**ms, None: (0.02, 0.04)}) as bursts:
+        with candidates(far, last, uneven, best, behind), fake_times({**ms, None: (0.02, 0.04)}) as bursts:
             result = tune("ag_gemm", *SHAPE, dtype=FP32)
     entry, times = result.entry, {trial.config: trial.ms for trial in result.trials}
     assert op.config_from_dict(entry.config) == best
@@ -186,49 +189,49 @@ def eliminates(folder):
 
     counts = {config: sum(which == config for which, _ in bursts) for config in ms}
     assert counts[far] == counts[last] == 2 < counts[behind] < counts[uneven] < counts[best]
-    # Those to be compared with are in the final, however slow.
+    # Default and torch baseline are always in the final.
     finals = counts[best] - counts[uneven]
     assert counts[default] == counts[plain] == 2 + finals
     return [(str(config), calls) for config, calls in bursts]
 
 
-def test_the_slowest_rank_counts_and_who_is_behind_drops_out(tmp_path):
-    first, second = on_ranks(2, eliminates, tmp_path)
+def test_slowest_rank_counts_and_slow_candidates_are_eliminated(tmp_path):
+    first, second = on_ranks(2, check_elimination, tmp_path)
     assert first == second, "the ranks did not run the same bursts in the same order"
     in_rounds = [calls for config, calls in first if "num_comm_sms=4" in config]
     assert 0 < in_rounds[0] < in_rounds[1] < in_rounds[-1], "later rounds have longer bursts"
 
 
-def tells_noise_from_speed(folder, of_default, plain_ms, host_share):
-    """Which config is found: "best", "default" or "plain", where the best is given 0.1 ms."""
+def find_winner(folder, default_ms, plain_ms, host_share):
+    """Return which config is found, "best", "default" or "plain", if "best" takes 0.1 ms."""
     op = tunable("ag_gemm")
-    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), one_of(op, 4)
-    ms = {best: 0.1, default: of_default, plain: plain_ms, None: 0.02}
+    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), config_of(op, 4)
+    ms = {best: 0.1, default: default_ms, plain: plain_ms, None: 0.02}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setitem(rounds.HOST_BOUND, device().type, 0.9)
-        with candidates(best), made_up_times(ms, host_share):
+        with candidates(best), fake_times(ms, host_share):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
     found = op.config_from_dict(entry.config)
-    assert entry.ms == ms[found] and entry.default_ms == of_default
+    assert entry.ms == ms[found] and entry.default_ms == default_ms
     return {best: "best", default: "default", plain: "plain"}[found]
 
 
-@pytest.mark.parametrize("of_default, plain_ms, host_share, found", [
+@pytest.mark.parametrize("default_ms, plain_ms, host_share, found", [
     (0.105, 0.5, 0.95, "default"), (0.105, 0.5, 0.5, "best"), (0.12, 0.5, 0.95, "best"), (0.105, 0.09, 0.95, "plain"),
 ])
-def test_where_the_host_takes_the_time_the_default_stays(tmp_path, of_default, plain_ms, host_share, found):
-    assert on_ranks(2, tells_noise_from_speed, tmp_path, of_default, plain_ms, host_share) == [found] * 2
+def test_host_bound_tuning_keeps_the_default(tmp_path, default_ms, plain_ms, host_share, found):
+    assert on_ranks(2, find_winner, tmp_path, default_ms, plain_ms, host_share) == [found] * 2
 
 
-def tells_by_graphs(folder, host_share):
-    """Whether the entry is what is best in a CUDA graph, though it is last in calls one by one."""
+def check_timing_in_graphs(folder, host_share):
+    """Return whether the entry was timed in a CUDA graph, where the order of the candidates is reversed."""
     op = tunable("ag_gemm")
-    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), one_of(op, 4)
+    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), config_of(op, 4)
     ms = {best: 0.15, default: 0.12, plain: 0.1, None: 0.02}
     in_graph = {best: 0.01, default: 0.012, plain: 0.014, None: 0.005}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setitem(rounds.HOST_COUNTS, device().type, 0.5)
-        with candidates(best), made_up_times(ms, host_share, in_graph):
+        with candidates(best), fake_times(ms, host_share, in_graph):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
         if dist.get_rank() == 0:
             assert disk_cache.user_entries("ag_gemm", entry.problem.gpu) == [entry]
@@ -241,31 +244,31 @@ def tells_by_graphs(folder, host_share):
 
 
 @pytest.mark.parametrize("host_share", [0.4, 0.6])
-def test_where_the_host_takes_the_time_graphs_are_timed(tmp_path, host_share):
-    assert on_ranks(2, tells_by_graphs, tmp_path, host_share) == [host_share > 0.5] * 2
+def test_host_bound_problem_is_timed_in_graphs(tmp_path, host_share):
+    assert on_ranks(2, check_timing_in_graphs, tmp_path, host_share) == [host_share > 0.5] * 2
 
 
-def tunes_a_few_rows(folder):
+def tune_small_m(folder):
     with cache_in(folder), a_group() as group:
         return [tune(operator, 8, 64, 64, dtype=FP32, group=group).entry.graph for operator in OPERATORS]
 
 
-def test_few_rows_are_timed_in_graphs_on_a_gpu(tmp_path):
-    assert on_ranks(2, tunes_a_few_rows, tmp_path) == [[DEVICE == "cuda"] * 3] * 2
+def test_small_m_is_timed_in_graphs_on_a_gpu(tmp_path):
+    assert on_ranks(2, tune_small_m, tmp_path) == [[DEVICE == "cuda"] * 3] * 2
 
 
-def fails_in_the_final(folder):
-    """The leader fails when it is timed for the last time; the next one is the best."""
-    with a_group() as group, cache_in(folder), unharmed(group):
+def check_failure_in_the_final(folder):
+    """Check that the second candidate wins if the leader fails in the final."""
+    with a_group() as group, cache_in(folder), state_unchanged(group):
         op = tunable("ag_gemm")
         default, plain = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain()
-        leader, second = one_of(op, 3), one_of(op, 4)
+        leader, second = config_of(op, 3), config_of(op, 4)
         times = {leader: 1.0, second: 1.04, default: 3.0, plain: 5.0, None: 0.1}
-        with candidates(leader, second), made_up_times(times):
-            invented, seen = tuner.burst, []
+        with candidates(leader, second), fake_times(times):
+            fake_burst, seen = tuner.burst, []
 
             def burst(call, input_sets, *rest):
-                ms, host = invented(call, input_sets, *rest)
+                ms, host = fake_burst(call, input_sets, *rest)
                 seen.append(ms)
                 if ms == 1.0 and 0.1 in seen and dist.get_rank() == 1:
                     raise RuntimeError("out of luck")
@@ -281,11 +284,11 @@ def fails_in_the_final(folder):
     return result.entry
 
 
-def test_the_leader_fails_in_the_final(tmp_path):
-    same_everywhere(on_ranks(2, fails_in_the_final, tmp_path))
+def test_leader_fails_in_the_final(tmp_path):
+    equal_on_ranks(on_ranks(2, check_failure_in_the_final, tmp_path))
 
 
-def has_no_time(folder):
+def check_zero_budget(folder):
     with cache_in(folder):
         result = tune("gemm_rs", 64, 64, 64, dtype=FP32, budget_s=0)
     op, entry = tunable("gemm_rs"), result.entry
@@ -296,11 +299,11 @@ def has_no_time(folder):
     return entry
 
 
-def test_without_time_default_and_plain_are_compared(tmp_path):
-    same_everywhere(on_ranks(2, has_no_time, tmp_path))
+def test_zero_budget_compares_default_and_plain(tmp_path):
+    equal_on_ranks(on_ranks(2, check_zero_budget, tmp_path))
 
 
-# ---- problems that are none ----
+# ---- invalid problems ----
 
 BAD = {
     "operator": (("reduce", 64, 64, 64), {}, "operator must be one of .*ag_gemm, .*, not 'reduce'"),
@@ -317,28 +320,28 @@ BAD = {
 }
 
 
-def is_refused(folder, arguments, options, message):
-    with cache_in(folder), unharmed(None), pytest.raises(ValueError, match=message):
+def check_rejected(folder, arguments, options, message):
+    with cache_in(folder), state_unchanged(None), pytest.raises(ValueError, match=message):
         tune(*arguments, **options)
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_problems_are_refused_on_every_rank(tmp_path, what):
-    on_ranks(2, is_refused, tmp_path, *BAD[what])
+def test_bad_problems_are_rejected_on_every_rank(tmp_path, what):
+    on_ranks(2, check_rejected, tmp_path, *BAD[what])
     assert not disk_cache.files(tmp_path)
 
 
-def is_alone(folder):
+def check_single_rank(folder):
     with cache_in(folder), pytest.raises(ValueError, match="one rank has nothing to tune"):
         tune("ag_gemm", 64, 64, 64)
 
 
 def test_one_rank_has_nothing_to_tune(tmp_path):
-    on_ranks(1, is_alone, tmp_path)
+    on_ranks(1, check_single_rank, tmp_path)
 
 
-def tunes_different_problems(folder):
-    with a_group() as group, cache_in(folder), unharmed(group):
+def check_different_problems(folder):
+    with a_group() as group, cache_in(folder), state_unchanged(group):
         with pytest.raises(ValueError) as caught:
             tune("ag_gemm", 64 << dist.get_rank(), 64, 64, dtype=FP32, group=group)
         text = str(caught.value)
@@ -347,16 +350,16 @@ def tunes_different_problems(folder):
     assert "shape is [64, 64, 64] on rank 0, [128, 64, 64] on rank 1" in text
 
 
-def test_ranks_that_tune_different_problems(tmp_path):
-    on_ranks(2, tunes_different_problems, tmp_path)
+def test_different_problems_on_ranks_are_rejected(tmp_path):
+    on_ranks(2, check_different_problems, tmp_path)
 
 
-def tunes_with_a_short_timeout(folder):
-    """A candidate may wait for a quarter of the timeout at most, so that the ranks can still agree that it is out."""
+def check_short_timeout(folder):
+    """Check that candidates run with a quarter of the timeout, so that ranks have time to agree on an elimination."""
     with a_group() as group:
         tdkernels.set_timeout(8.0)
         try:
-            with cache_in(folder), unharmed(group):
+            with cache_in(folder), state_unchanged(group):
                 op = tunable("ag_gemm")
                 seen = []
 
@@ -364,7 +367,7 @@ def tunes_with_a_short_timeout(folder):
                     seen.append(get_timeout())
                     return type(op).run(op, *call)
 
-                with candidates(one_of(op, 3), run=run):
+                with candidates(config_of(op, 3), run=run):
                     tune("ag_gemm", *SHAPE, dtype=FP32, group=group)
                 assert set(seen) == {2.0} and get_timeout() == 8.0
         finally:
@@ -372,5 +375,5 @@ def tunes_with_a_short_timeout(folder):
         del group
 
 
-def test_a_short_timeout_is_left_time_to_agree_in(tmp_path):
-    on_ranks(2, tunes_with_a_short_timeout, tmp_path)
+def test_short_timeout_leaves_time_for_agreement(tmp_path):
+    on_ranks(2, check_short_timeout, tmp_path)

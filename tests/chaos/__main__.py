@@ -9,20 +9,20 @@ import tempfile
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--cases", type=int, help="how many; 1 prints what happened on each rank")
-    parser.add_argument("--seconds", type=float, help="begin no case after this time; kernels are compiled before it")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones follow")
+    parser.add_argument("--cases", type=int, help="number of cases; 1 prints the calls of each rank")
+    parser.add_argument("--seconds", type=float, help="start no case after this time; compilation is not counted")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; later cases use the next seeds")
     parser.add_argument("--device", default="cpu", choices=["cpu", "shared"])
     parser.add_argument("--jobs", type=int, help="cases at a time; default 4 on the CPU, 1 on a GPU")
     parser.add_argument("--out", help="folder of the summary; default bench/results/reliability")
-    parser.add_argument("--add", action="store_true", help="add the counts to the summary that is there")
+    parser.add_argument("--add", action="store_true", help="add the counts to the existing summary")
     args = parser.parse_args()
     # The ranks inherit these; see tests/conftest.py.
     os.environ["TDKERNELS_TEST_DEVICE"] = args.device
     os.environ["TDKERNELS_AUTOTUNE"] = "off"
     os.environ["TDKERNELS_CACHE_DIR"] = cache = tempfile.mkdtemp(prefix="tdkernels-chaos-")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not make a process unfit to be forked
-    from tests.chaos import campaign  # after the environment, which it reads
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a query for GPUs must not prevent the process from forking
+    from tests.chaos import campaign  # reads the environment on import
 
     try:
         return campaign.run_and_report(args)

@@ -1,4 +1,4 @@
-"""The fault campaign: pools of ranks that play cases, the counts of their outcomes, and the summary."""
+"""The fault campaign: pools of ranks that run cases, the counts of their outcomes, and the summary."""
 
 import contextlib
 import json
@@ -21,29 +21,29 @@ from tests.chaos.problems import TABLE
 from tests.support.ranks import ASKED, _call, device
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
-# A rank that has not returned by then hangs. Waits, kernels and references of a case take a few seconds.
+# A rank that has not returned by then hangs. The waits, kernels and references of a case take a few seconds.
 CASE_TIMEOUT_S = 180.0 if ASKED == "cpu" else 240.0
-GRACE_S = 90.0  # for the others, when one has been killed or has raised
+GRACE_S = 90.0  # for the other ranks after one was killed or has raised
 WARM_UP_S = 400.0
 
 
 @contextlib.contextmanager
 def use_forkserver():
-    """Let pools fork their ranks from a process that has imported everything already.
+    """Fork the ranks of pools from a server process that has imported everything.
 
-    To start a rank then takes 0.1 s rather than 5 s, and a campaign kills many.
+    A rank then starts in 0.1 s instead of 5 s, and a campaign kills many ranks.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.play"])
     with mock.patch.object(launch.multiprocessing, "get_context", lambda method=None: context):
         yield
-    multiprocessing.forkserver._forkserver._stop()  # it would live as long as this process
+    multiprocessing.forkserver._forkserver._stop()  # otherwise it would live as long as this process
 
 
-def use_fastest_start(where):
-    """``use_forkserver`` if ranks that were forked can use the device; else nothing, so that ranks are spawned."""
+def use_fastest_start(device_name):
+    """Return ``use_forkserver()`` if forked ranks can use the device, otherwise a null context: ranks are spawned."""
     with use_forkserver():
-        ranks = Ranks(2, where)
+        ranks = Ranks(2, device_name)
         try:
             works = all(error is None for _, error in ranks.run(_use_device, timeout_s=60.0))
         except Exception as error:
@@ -58,13 +58,13 @@ def _use_device():
 
 
 class Ranks:
-    """A pool of ranks that is made anew when it is lost."""
+    """A pool of ranks that is recreated when it breaks."""
 
-    def __init__(self, world_size, where):
-        self._world_size, self._device, self._pool = world_size, where, None
+    def __init__(self, world_size, device_name):
+        self._world_size, self._device, self._pool = world_size, device_name, None
 
     def run(self, function, *args, timeout_s=CASE_TIMEOUT_S):
-        """[(what a rank returned, or None; its exception, or None)]"""
+        """Return [(result of a rank or None, its exception or None)]."""
         if self._pool is None or not self._pool.usable:
             self._pool = RankPool(self._world_size, self._device, timeout_s=timeout_s, grace_s=GRACE_S)
         self._pool.timeout_s = timeout_s
@@ -79,7 +79,7 @@ class Ranks:
 
 
 def play_case(ranks, plan, function=play, timeout_s=CASE_TIMEOUT_S):
-    """{"plan", "ranks": a report of each rank} of a case that ``function`` plays."""
+    """Run a case with ``function``; return {"plan", "ranks": a report of each rank, "seconds"}."""
     start = time.monotonic()
     reports = []
     for rank, (report, error) in enumerate(ranks.run(function, plan, timeout_s=timeout_s)):
@@ -96,13 +96,13 @@ def play_case(ranks, plan, function=play, timeout_s=CASE_TIMEOUT_S):
 
 
 class Campaign:
-    """Cases of consecutive seeds, some at a time."""
+    """Cases of consecutive seeds, run by several threads."""
 
-    def __init__(self, where, jobs):
-        self.device, self.jobs, self.cases, self._lock = where, jobs, [], threading.Lock()
+    def __init__(self, device_name, jobs):
+        self.device, self.jobs, self.cases, self._lock = device_name, jobs, [], threading.Lock()
 
     def warm_up(self):
-        """Compile all kernels, by some pools at a time."""
+        """Compile all kernels, in several pools at a time."""
         work, problems = queue.Queue(), []
 
         def compile_some(world_size):
@@ -117,14 +117,14 @@ class Campaign:
                         problems.append(f"{name}: {str(error)[-500:]}")
             ranks.close()
 
-        for world_size in (2, 3):  # kernels are compiled for a number of ranks
+        for world_size in (2, 3):  # kernels are specialized on the number of ranks
             for name in TABLE:
                 work.put(name)
             _in_threads([lambda world_size=world_size: compile_some(world_size)] * 4)
         return problems
 
-    def run(self, first_seed, cases, seconds, tell=print, save=lambda: None):
-        """Play cases until there are so many, or the time is over; ``save`` after every 25."""
+    def run(self, first_seed, cases, seconds, log=print, save=lambda: None):
+        """Run ``cases`` cases, or until the time is over; call ``save`` after every 25."""
         deadline = None if seconds is None else time.monotonic() + seconds
         seeds = iter(range(first_seed, first_seed + (cases or 10**9)))
 
@@ -144,9 +144,9 @@ class Campaign:
                     count = len(self.cases)
                 bad = bad_outcomes(case)
                 if bad:
-                    tell(f"seed {plan.seed}: " + "; ".join(bad), flush=True)
+                    log(f"seed {plan.seed}: " + "; ".join(bad), flush=True)
                 if count % 25 == 0:
-                    tell(f"{count} cases", flush=True)
+                    log(f"{count} cases", flush=True)
                     with self._lock:
                         save()
             for ranks in pools.values():
@@ -175,7 +175,7 @@ def bad_outcomes(case):
 
 
 def describe(case):
-    """The lines that tell what happened on each rank."""
+    """Return lines of text that describe the outcome on each rank."""
     plan = case["plan"]
     lines = [str(plan)]
     for report in case["ranks"]:
@@ -187,16 +187,16 @@ def describe(case):
 
 
 def summarize(cases):
-    """The counts, as JSON has them."""
+    """Return the counts as a JSON-compatible dictionary."""
     by_fault, by_operator, bad = {}, {}, []
     happened, over, ratio, allowance, slow = Counter(), [0.0], [0.0], [0.0], []
     for case in cases:
         plan = case["plan"]
         happened[plan.fault] += plan.fault == "none" or any(report["triggered"] for report in case["ranks"])
         for report in case["ranks"]:
-            who = "faulty rank" if report["faulty"] else "healthy ranks"
+            kind = "faulty rank" if report["faulty"] else "healthy ranks"
             for number, outcome, seconds, text in report["log"]:
-                by_fault.setdefault(f"{plan.fault}, {who}", Counter())[outcome] += 1
+                by_fault.setdefault(f"{plan.fault}, {kind}", Counter())[outcome] += 1
                 by_operator.setdefault(plan.operator, Counter())[outcome] += 1
                 if outcome in BAD:
                     bad.append({"seed": plan.seed, "rank": report["rank"], "call": number, "outcome": outcome,
@@ -227,7 +227,7 @@ def summarize(cases):
 
 
 def add_up(one, other):
-    """The sum of two summaries."""
+    """Return the sum of two summaries."""
     if isinstance(one, dict):
         return {key: add_up(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
                 for key in {**one, **other}}
@@ -248,7 +248,7 @@ def _slowest(errors):
 
 
 def table(summary):
-    """The calls by fault and outcome, in markdown."""
+    """Return the number of calls by fault and outcome, as a markdown table."""
     counts = summary["calls_by_fault"]
     outcomes = sorted({outcome for row in counts.values() for outcome in row}, key=lambda name: (name in BAD, name))
     lines = [f"| fault | {' | '.join(outcomes)} |", "|---" * (len(outcomes) + 1) + "|"]
@@ -258,7 +258,7 @@ def table(summary):
 
 
 class Summary:
-    """The file that the counts of a campaign go to; with ``--add``, on top of those that it holds at the start."""
+    """The file for the counts of a campaign; with ``--add`` they are added to the counts in the existing file."""
 
     def __init__(self, args):
         folder = Path(args.out) if args.out else RESULTS
@@ -266,7 +266,7 @@ class Summary:
         self._before = json.loads(self.path.read_text()) if args.add and self.path.exists() else None
 
     def write(self, cases):
-        """Write the counts of ``cases``, and return them."""
+        """Write the counts of ``cases`` and return them."""
         seed = self._args.seed
         summary = summarize(cases) | {"device": self._args.device, "seconds": round(time.monotonic() - self._start)}
         summary["seeds"] = [[seed, seed + len(cases)]]
@@ -278,7 +278,7 @@ class Summary:
 
 
 def run_and_report(args):
-    """Run what the command line asks for; the exit status."""
+    """Run the campaign of the command line; return the exit status."""
     cases = args.cases or (None if args.seconds else 1000)
     with use_fastest_start(args.device):
         campaign = Campaign(args.device, args.jobs or (1 if args.device == "shared" or cases == 1 else 4))
@@ -295,7 +295,7 @@ def run_and_report(args):
     path, summary = saved.path, saved.write(played)
     print(table(summary))
     print(f"{summary['cases']} cases in {summary['seconds']} s; wrong results: {summary['wrong']}; "
-          f"hangs: {summary['hangs']}; an error came at most {summary['longest_error_beyond_the_timeout_s']} s after "
+          f"hangs: {summary['hangs']}; errors at most {summary['longest_error_beyond_the_timeout_s']} s after "
           f"the timeout; written to {path}")
     for one in summary["bad"]:
         print(f"seed {one['seed']} rank {one['rank']} call {one['call']}: {one['outcome']}: {one['text']}")

@@ -1,20 +1,20 @@
-"""What happens in a case of the fault campaign, from its seed."""
+"""The plan of a case of the fault campaign, derived from its seed."""
 
 import random
 from dataclasses import dataclass
 
 from tests.chaos.problems import TABLE
 
-# Faults, with how many cases of 100 have each. "raise" comes from a kernel in the middle (CPU ranks), "between" between
-# two launches of a call; "type" is an argument of a wrong type, so that the rank skips a collective.
+# Faults and their frequency, in cases of 100. "raise": an exception in a kernel (CPU ranks). "between": an exception
+# between two launches of a call. "type": an argument of a wrong type, so that the rank skips a collective.
 FAULTS = {
     "none": 6, "kill": 14, "stop": 16, "delay": 18, "known shape": 10, "new shape": 8, "raise": 12, "between": 8,
     "type": 4, "ids": 4,
 }
-# From this seed on each case has a rank that comes a little later than one peer waits, whose host has launched further
-# calls by then, and before the third gives up: what the void launches store would be read by the third.
+# From this seed on, each case has a rank that is slightly later than the timeout of one peer. The host of that peer has
+# launched further calls by then, and the third rank still waits: it would read anything that the void launches store.
 LATE_SEEDS = 100_000
-CONTROL_TIMEOUT_S = 60.0  # without a fault no rank may give up, however busy the machine is
+CONTROL_TIMEOUT_S = 60.0  # without a fault no rank may time out, even on a busy machine
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Plan:
     """One case.
 
     Attributes:
-        name: of ``problems.TABLE``.
-        shape, other: of the right calls, and of a faulty rank's call if the fault is another shape.
-        cold: whether the ranks make no call before the timeout is set, so that they meet under the fault.
+        name: a key of ``problems.TABLE``.
+        shape, other: the shape of correct calls, and of the faulty call if the fault is another shape.
+        cold: whether the first call is made under the fault; otherwise the ranks warm up first.
         timeouts: of each rank, in seconds.
-        faulty, fault, at: which rank does what, in which call.
-        moment: from 0 to 1, how far into the call; precise: at a store of a kernel rather than at a time.
-        pause: seconds of a stop or a delay.
-        ahead: the rank whose host does not look at what launches have recorded, or None.
+        faulty, fault, at: the faulty rank, its fault, and the number of the faulty call.
+        moment: position of the fault in the call, from 0 to 1; precise: counted in stores of kernels, not in time.
+        pause: duration of a stop or a delay in seconds.
+        ahead: the rank whose host does not check for recorded errors between calls, or None.
     """
 
     seed: int
@@ -51,21 +51,21 @@ class Plan:
     ahead: int | None
 
     @property
-    def known_shapes(self):
+    def cached_shapes(self):
         if self.cold:
             return []
         return [self.shape] + [self.other] * (self.fault == "known shape")
 
 
-def _waits_for_its_device(name):
-    """Whether the host of a call waits for what the device counts, so that it cannot run ahead."""
+def _waits_for_device(name):
+    """Return whether the host of a call waits for counts from the device, so that it cannot run ahead."""
     _, operator, changes = TABLE[name]
     return "max_tokens" not in str(changes) and operator in ("all_to_all", "ep_dispatch", "ep_moe")
 
 
-def _late(seed, rng, timeout, backward):
-    """The plan of a seed from LATE_SEEDS on."""
-    name = rng.choice([name for name in TABLE if not _waits_for_its_device(name)])
+def _late_plan(seed, rng, timeout, backward):
+    """Return the plan of a seed >= LATE_SEEDS."""
+    name = rng.choice([name for name in TABLE if not _waits_for_device(name)])
     ahead, faulty, _ = rng.sample(range(3), 3)
     timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(3))
     return Plan(
@@ -75,12 +75,12 @@ def _late(seed, rng, timeout, backward):
 
 
 def plan_of(seed, device="cpu"):
-    """The Plan of a seed; on GPUs ("shared") that of "raise" is "between", since nothing can end a kernel there."""
+    """Return the Plan of a seed; on GPUs ("shared") "raise" becomes "between", since nothing can end a kernel there."""
     rng = random.Random(f"chaos {seed}")
     fault = rng.choices(list(FAULTS), FAULTS.values())[0]
     names = list(TABLE)
     if fault == "ids":
-        names = [name for name in names if TABLE[name][0].takes_ids()]
+        names = [name for name in names if TABLE[name][0].has_ids()]
     name = rng.choice(names)
     operator = TABLE[name][1]
     world_size, calls = rng.choice([2, 3]), rng.randint(4, 8)
@@ -97,13 +97,13 @@ def plan_of(seed, device="cpu"):
         timeout, pause, precise = timeout + 0.5, pause + 0.5, False
         fault = "between" if fault == "raise" else fault
     elif ahead is not None:
-        if _waits_for_its_device(name) or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
-            ahead = None  # the emulated host would go on where a real one has to wait, or has seen the error
+        if _waits_for_device(name) or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
+            ahead = None  # the emulated host would continue where a real one waits or has seen the error
     if seed >= LATE_SEEDS:
-        return _late(seed, rng, timeout, backward)
+        return _late_plan(seed, rng, timeout, backward)
     if fault == "none":
         timeout = CONTROL_TIMEOUT_S
-    # A rank that gives up early, while the others still wait, overwrites what they read if anything does.
+    # A rank that times out early must not overwrite data that the other ranks, which still wait, will read.
     timeouts = [3 * timeout if patient and ahead not in (None, rank) else timeout for rank in range(world_size)]
     return Plan(
         seed, world_size, name, operator, shape, other, backward and "halves" not in name, calls, cold, tuple(timeouts),

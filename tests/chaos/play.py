@@ -1,4 +1,4 @@
-"""A case of the fault campaign, on one rank: the calls, the fault, and how each call has ended."""
+"""Run a case of the fault campaign on one rank: make the calls, inject the fault, judge the outcomes."""
 
 import contextlib
 import os
@@ -30,11 +30,11 @@ WARM_TIMEOUT_S = 120.0
 
 
 class Interrupt(Exception):
-    """What a fault raises in the middle of a call."""
+    """The exception that a fault raises in the middle of a call."""
 
 
 class Moments:
-    """Counts the launches and, on CPU ranks, the stores of kernels; ``act`` is called at one of them."""
+    """Count the launches and, on CPU ranks, the stores of kernels; call ``act`` at one of them."""
 
     def __init__(self):
         self.launches = self.stores = 0
@@ -57,7 +57,7 @@ class Moments:
         act()
 
     @contextlib.contextmanager
-    def watched(self):
+    def counted(self):
         self.launches = self.stores = 0
         launch_bound = Kernel.launch_bound
         builder = interpreter.interpreter_builder
@@ -80,28 +80,28 @@ class Player:
         self.timeout, self.pause = plan.timeouts[self.rank], plan.pause
         self.is_faulty = self.rank == plan.faulty and plan.fault != "none"
         self.on_cpu = device().type == "cpu"
-        # On a GPU the hosts of all ranks run ahead, on the CPU one is let do so.
+        # On a GPU the hosts of all ranks run ahead; on the CPU one host is made to.
         self.ahead = plan.ahead is not None and (not self.on_cpu or plan.ahead == self.rank)
         self.moments, self.helpers = Moments(), []
         self.warm_s, self.longest_warm, self.warm_launches, self.warm_stores = 0.0, 0.0, 4, 20
-        self.log, self.waiting = [], []  # outcomes; calls whose results are looked at in the end
+        self.log, self.waiting = [], []  # outcomes; calls whose results are checked at the end
         self.triggered = False
 
     # ---- calls ----
 
     def warm_up(self):
-        """Make the shapes known, and see how long a call takes."""
+        """Cache the shapes, and measure the duration of a call."""
         tdkernels.set_timeout(WARM_TIMEOUT_S)
         for turn in range(2):
-            for shape in self.plan.known_shapes:
+            for shape in self.plan.cached_shapes:
                 problem = self._problem(shape, 90 + turn)
                 start = time.monotonic()
-                with self.moments.watched():
+                with self.moments.counted():
                     for _ in problem.steps(self.plan.backward):
                         pass
                     tdkernels.synchronize()
                 if shape == self.plan.shape:
-                    self.warm_s = time.monotonic() - start  # the first call also loads or translates the kernels
+                    self.warm_s = time.monotonic() - start  # the first call also loads or compiles the kernels
                     self.longest_warm = max(self.longest_warm, self.warm_s)
                     self.warm_launches, self.warm_stores = self.moments.launches, self.moments.stores
                 problem.check()
@@ -123,19 +123,19 @@ class Player:
                 patch.setattr(Workspace, "check", lambda workspace, in_call=True: None)
             ended = self._make_calls(calls)
         if self.ahead:
-            self._look_at_the_end(ended)
+            self._check_at_end(ended)
         for helper in self.helpers:
             helper.wait()
         self.waiting.clear()
 
     def _scale_times(self):
-        """Let the timeout be at least twice what a call takes on any rank; all ranks come here."""
+        """Make the timeout at least twice the duration of a call on any rank; collective."""
         times = torch.tensor([self.warm_s, self.longest_warm], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         usual, longest = times.tolist()
         scale = max(1.0, 2 * usual / min(self.plan.timeouts))
         self.timeout, self.pause = self.timeout * scale, self.plan.pause * scale
-        # What a call may take beside the waits of the library: the machine is busy, and the interpreter slow.
+        # Additional time that a call may take: the machine is busy, and the interpreter is slow.
         self.allowance = (1.0 if self.on_cpu else 3.0) + 3 * max(longest, 0.5)
 
     def _make_calls(self, calls):
@@ -145,22 +145,22 @@ class Player:
             if error is None and self.ahead:
                 self.waiting.append((number, problem))
                 continue
-            self._note(number, seconds, *self._judge(problem, error, seconds))
+            self._record(number, seconds, *self._judge(problem, error, seconds))
             raised_by_all = getattr(error, "in_step", False) and (not self.ahead or number == self.plan.at)
             if error is None or raised_by_all:
-                continue  # the ids were wrong in this very call
-            may_go_on = isinstance(error, TypeError) or (_is_injected(error) and not launched)
-            if not may_go_on:  # it has skipped a collective, and must not go on
+                continue  # the ids of this call were wrong
+            may_continue = isinstance(error, TypeError) or (_is_injected(error) and not launched)
+            if not may_continue:  # the rank has skipped a collective and must not make further calls
                 self._must_raise(number + 1, calls[number + 1])
             return number
         return None
 
     def _call(self, number, problem):
-        """(the error or None, seconds, whether anything was launched in the step that failed)"""
-        is_here = self.is_faulty and number == self.plan.at
+        """Make a call; return (the error or None, seconds, whether the step that failed had launched a kernel)."""
+        has_fault = self.is_faulty and number == self.plan.at
         before = number_of_launches()
-        with self.moments.watched():
-            if is_here:
+        with self.moments.counted():
+            if has_fault:
                 self._begin_fault()
             start = time.monotonic()
             try:
@@ -183,14 +183,14 @@ class Player:
         except Exception as raised:
             error = _without_frames(raised)
         if error is None:
-            self._note(number, seconds, SILENT, "a call after an error raised nothing")
+            self._record(number, seconds, SILENT, "a call after an error raised nothing")
         else:
             outcome, text = self._judge(problem, error, seconds)
             if outcome in BAD:
-                self._note(number, seconds, outcome, text)
+                self._record(number, seconds, outcome, text)
 
-    def _look_at_the_end(self, ended):
-        """The results of calls before the host has looked count if there is no error."""
+    def _check_at_end(self, ended):
+        """Check the results of calls that the host did not wait for; they count only if there is no error."""
         start, error = time.monotonic(), None
         try:
             tdkernels.synchronize()
@@ -198,17 +198,17 @@ class Player:
             error = _without_frames(raised)
         for number, problem in self.waiting:
             if error is None and ended is None:
-                self._note(number, 0.0, *self._judge(problem, None, 0.0))
+                self._record(number, 0.0, *self._judge(problem, None, 0.0))
             else:
-                self._note(number, 0.0, NOT_REPORTED, "")
+                self._record(number, 0.0, NOT_REPORTED, "")
         if error is not None and ended is None:
             seconds = time.monotonic() - start
-            self._note(self.plan.calls, seconds, *self._judge(None, error, seconds))
+            self._record(self.plan.calls, seconds, *self._judge(None, error, seconds))
 
-    # ---- judgement ----
+    # ---- outcomes ----
 
     def _judge(self, problem, error, seconds):
-        """(outcome, text) of a call."""
+        """Return (outcome, text) of a call."""
         plan = self.plan
         if error is None:
             try:
@@ -227,7 +227,7 @@ class Player:
             return LATE, text
         return type(error).__name__, text
 
-    def _note(self, number, seconds, outcome, text):
+    def _record(self, number, seconds, outcome, text):
         self.log.append((number, outcome, round(seconds, 3), text[:600]))
 
     # ---- faults ----
@@ -237,9 +237,9 @@ class Player:
         if plan.fault in ("known shape", "new shape"):
             calls[plan.at] = self._problem(plan.other, plan.at)
         elif plan.fault == "ids":
-            problem.spoil_ids()
+            problem.corrupt_ids()
         elif plan.fault == "type":
-            problem.options["config"] = "a word"
+            problem.options["config"] = "not a config"
 
     def _begin_fault(self):
         plan, moments = self.plan, self.moments
@@ -256,8 +256,8 @@ class Player:
         elif plan.fault in ("kill", "stop"):
             signals = "-KILL" if plan.fault == "kill" else "-STOP"
             after = plan.moment * max(self.warm_s, 0.05)
-            goes_on = f"; sleep {self.pause:.3f}; kill -CONT {os.getpid()}" if plan.fault == "stop" else ""
-            self._help(f"sleep {after:.3f}; kill {signals} {os.getpid()}{goes_on}")
+            resume = f"; sleep {self.pause:.3f}; kill -CONT {os.getpid()}" if plan.fault == "stop" else ""
+            self._run_in_background(f"sleep {after:.3f}; kill {signals} {os.getpid()}{resume}")
 
     def _at_a_store(self, *acts):
         self.moments.at_store = 1 + int(self.plan.moment * self.warm_stores)
@@ -270,11 +270,11 @@ class Player:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _stop(self):
-        self._help(f"sleep {self.pause:.3f}; kill -CONT {os.getpid()}")
+        self._run_in_background(f"sleep {self.pause:.3f}; kill -CONT {os.getpid()}")
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _help(self, command):
-        """Run a command beside this rank, which cannot continue itself."""
+    def _run_in_background(self, command):
+        """Run a shell command in the background: a stopped rank cannot continue itself."""
         self.helpers.append(subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL))
 
 
@@ -283,13 +283,13 @@ def _raise():
 
 
 def _is_injected(error):
-    if "in the middle of a call" in str(error):  # that of a later call, by the library
+    if "in the middle of a call" in str(error):  # the library's error in a later call
         return False
     return "injected by the campaign" in f"{error!r} {error.__cause__!r}"
 
 
 def _without_frames(error):
-    """The error without the frames that hold the group's tensors."""
+    """Return the error without the frames that keep the group's tensors alive."""
     chain = error
     while chain is not None:
         chain.__traceback__ = None
@@ -298,7 +298,7 @@ def _without_frames(error):
 
 
 def _names_its_call(error, rank):
-    """Whether an error is of the library's kinds, and says which operator or rank it is about."""
+    """Return whether an error is of a type of the library and names an operator or a rank."""
     if isinstance(error, PeerTimeoutError):
         return bool(error.operator) and error.rank == rank and error.peer != rank
     if not isinstance(error, RuntimeError | ValueError) or isinstance(error, torch.cuda.OutOfMemoryError):
@@ -310,7 +310,7 @@ def _names_its_call(error, rank):
 
 
 def play(plan):
-    """Play a case on this rank; what happened, in plain types."""
+    """Run a case on this rank; return a report of plain types."""
     with a_group() as group:
         player = Player(plan, group)
         try:
@@ -333,7 +333,7 @@ def play(plan):
 
 
 def warm_all_shapes(name):
-    """Compile what calls of a name of ``problems.TABLE`` need, of each shape, on this rank."""
+    """Compile the kernels of a key of ``problems.TABLE`` for every shape, on this rank."""
     tdkernels.set_timeout(4 * WARM_TIMEOUT_S)
     with a_group() as group:
         for shape in range(4):

@@ -1,11 +1,11 @@
-"""The calls of a fault campaign: every operator with small operands whose results each rank knows without its peers.
+"""The calls of a fault campaign: every operator, with small operands whose results each rank can compute alone.
 
     problem = make_problem("gemm_rs forward", shape=0, seed=7, group=group)
-    for _ in problem.steps(backward=True):   # one public call, or one backward pass, after the other
+    for _ in problem.steps(backward=True):   # one public call or one backward pass per step
         pass
-    problem.check()                          # AssertionError for a wrong result
+    problem.check()                          # raises AssertionError for a wrong result
 
-The operands of all ranks follow from the seed, so a check needs no communication: it must work when a peer is dead.
+The operands of all ranks are derived from the seed, so a check needs no communication and works when a peer is dead.
 """
 
 import random
@@ -22,9 +22,9 @@ from tests.ops.attention.flash_decode.oracle import CACHES, Decode
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.cases import Projection
 from tests.ops.collectives import cases as collective
-from tests.ops.collectives.test_collectives import WAYS as COLLECTIVE_WAYS
+from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVE_VARIANTS
 from tests.ops.dense.cases import config_for
-from tests.ops.experts.dispatch.all_to_all_cases import AsyncCollective
+from tests.ops.experts.dispatch.all_to_all_cases import AllToAllCase
 from tests.ops.experts.dispatch.cases import expected_gradients_of_combine
 from tests.ops.experts.dispatch.oracle import Routed
 from tests.ops.experts.dispatch.rank_cases import padded
@@ -33,20 +33,20 @@ from tests.ops.experts.tp_moe import cases as tensor_experts
 from tests.ops.experts.tp_moe.oracle import Sliced
 from tests.support.dense_oracle import Case
 from tests.support.ranks import DEVICE, device
-from tests.test_protocol import WAYS as DENSE_WAYS
+from tests.test_protocol import VARIANTS as DENSE_VARIANTS
 
 BF16, FP32 = torch.bfloat16, torch.float32
-MOST_TOKENS, ROOM = 6, 64  # tokens of a rank of an expert operator; rows that any rank has room for
-EXACT_DTYPES = (BF16,) if DEVICE == "cuda" else (BF16, FP32)  # each is compiled on a GPU
+MAX_TOKENS, CAPACITY = 6, 64  # tokens per rank of an expert operator; capacity in rows of any rank
+EXACT_DTYPES = (BF16,) if DEVICE == "cuda" else (BF16, FP32)  # on a GPU each dtype is compiled
 TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-3  # TF32, fp32; wrong data is off by about 1
 
 
-def near(name, got, exact):
-    """Raise AssertionError unless each element of ``got`` is near ``exact``, which is in fp64."""
+def assert_near(name, got, exact):
+    """Raise AssertionError unless each element of ``got`` is within the tolerance of ``exact``, which is in fp64."""
     got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
     assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, not {list(exact.shape)}"
     infinite = exact.isinf()
-    assert torch.equal(got[infinite], exact[infinite]), f"{name}: not infinite where it should be"
+    assert torch.equal(got[infinite], exact[infinite]), f"{name}: finite elements where infinity is expected"
     got, exact = got[~infinite], exact[~infinite]
     if exact.numel():
         bound = TOLERANCE * (exact.abs() + exact.square().mean().sqrt()) + 1e-6
@@ -55,26 +55,26 @@ def near(name, got, exact):
 
 
 class Problem:
-    """One call of every rank of the group.
+    """One call on every rank of the group.
 
     Attributes:
         options: further arguments of the first public call; a fault may change them.
-        results: by name, after ``steps``.
+        results: by name, available after ``steps``.
     """
 
-    bounded = True  # whether the host can run ahead: no step waits for its device
+    bounded = True  # whether no step waits for its device, so that the host can run ahead
 
-    def spoil_ids(self):
-        """Put an id or a split that is out of range into this rank's operands."""
+    def corrupt_ids(self):
+        """Put an out-of-range id or split into this rank's operands."""
         raise NotImplementedError
 
     @classmethod
-    def takes_ids(cls):
-        return cls.spoil_ids is not Problem.spoil_ids
+    def has_ids(cls):
+        return cls.corrupt_ids is not Problem.corrupt_ids
 
 
 class Dense(Problem):
-    SHAPES = [(5, 3, 7), (6, 3, 7), (9, 4, 6), (70, 6, 5)]  # rows, n, k of a rank; the last is several tiles
+    SHAPES = [(5, 3, 7), (6, 3, 7), (9, 4, 6), (70, 6, 5)]  # rows, n, k per rank; the last has several tiles
 
     def __init__(self, operator, changes, shape, seed, group):
         dtype = EXACT_DTYPES[seed // 100 % len(EXACT_DTYPES)]
@@ -102,13 +102,13 @@ class Collective(Problem):
         self.operator, self.group, self.results = operator, group, {}
         rank, shape = dist.get_rank(), self.SHAPES[shape]
         dtype = EXACT_DTYPES[seed // 100 % len(EXACT_DTYPES)]
-        full = collective.whole(operator, shape, FP32, seed).to(dtype)
+        full = collective.draw_operands(operator, shape, FP32, seed).to(dtype)
         self.expected = {"output": collective.expected_of(operator, full)}
         if operator == "all_reduce":
-            dy = dx = collective.whole(operator, shape, FP32, seed + 50)[0].to(dtype)
+            dy = dx = collective.draw_operands(operator, shape, FP32, seed + 50)[0].to(dtype)
         else:
             dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[operator]
-            dys = collective.whole(dual, shape, FP32, seed + 50).to(dtype)
+            dys = collective.draw_operands(dual, shape, FP32, seed + 50).to(dtype)
             dy, dx = dys[rank], collective.expected_of(dual, dys)
         self.expected["dx"], self.dy = dx, dy.to(device())
         self.x = full[rank].to(device()).requires_grad_()
@@ -135,7 +135,7 @@ class AllToAll(Problem):
         world_size = dist.get_world_size()
         rng = random.Random(seed)
         splits = [[rng.randrange(4) for _ in range(2 * world_size)] for _ in range(world_size)]
-        self.case = case = AsyncCollective(splits, self.SHAPES[shape], FP32, values="exact", seed=seed)
+        self.case = case = AllToAllCase(splits, self.SHAPES[shape], FP32, values="exact", seed=seed)
         all_d = [case.draw(len(x), self.SHAPES[shape], FP32) for x in case.all_x]
         self.d_out, self.d_x = case.received(all_d).to(device()), all_d[case.rank]
         case.x.requires_grad_()
@@ -156,13 +156,13 @@ class AllToAll(Problem):
         if "dx" in self.results:
             assert collective.same(self.results["dx"], self.d_x), "dx of all_to_all"
 
-    def spoil_ids(self):
+    def corrupt_ids(self):
         self.case.own_splits = self.case.own_splits.clone()
         self.case.own_splits[0] = -3
 
 
 class Experts(Problem):
-    """A dispatch and the combine of its handle; ``halves``: each in two calls, without gradients."""
+    """A dispatch and the combine with its handle; ``halves``: split into send and receive, without gradients."""
 
     SHAPES = [8, 12, 7, 24]
 
@@ -170,7 +170,7 @@ class Experts(Problem):
         changes, world_size = dict(changes), dist.get_world_size()
         self.halves, self.combine = changes.pop("halves", False), changes.pop("combine", "per_rank")
         rng = random.Random(seed)
-        tokens = [rng.randrange(MOST_TOKENS + 1) for _ in range(world_size)]
+        tokens = [rng.randrange(MAX_TOKENS + 1) for _ in range(world_size)]
         width = self.SHAPES[shape]
         self.case = case = Routed(tokens, 2, 2 * world_size, width, FP32, seed=seed)
         changes["config"] = EpConfig(combine=self.combine, num_senders=2, num_receivers=2, num_warps=1)
@@ -187,7 +187,7 @@ class Experts(Problem):
     def steps(self, backward):
         case, group = self.case, self.group
         if self.halves:
-            yield from self._halves()
+            yield from self._send_and_receive()
             return
         recv, handle = case.dispatch(group=group, **self.options)
         self.recv = recv
@@ -207,7 +207,7 @@ class Experts(Problem):
             )
             yield
 
-    def _halves(self):
+    def _send_and_receive(self):
         case, group = self.case, self.group
         with torch.no_grad():
             sent = tdkernels.ep_dispatch_send(
@@ -233,19 +233,19 @@ class Experts(Problem):
         d_weights = self.d_weights.view(case.valid.shape).where(case.valid, 0.0)[case.mine]
         assert collective.same(results["dw of dispatch"], d_weights), "dtopk_weights of dispatch"
 
-    def spoil_ids(self):
-        self.case.ids = _with_a_wrong_id(self.case.ids, self.case.experts)
+    def corrupt_ids(self):
+        self.case.ids = _with_wrong_id(self.case.ids, self.case.experts)
 
 
-def _with_a_wrong_id(ids, experts):
+def _with_wrong_id(ids, experts):
     if ids.numel():
         ids = ids.clone()
         ids.view(-1)[-1] = experts + 71
     return ids
 
 
-class Named(Problem):
-    """A problem whose results and fp64 references are dictionaries; subclasses say how they are called."""
+class NamedResults(Problem):
+    """A problem whose results and fp64 references are dictionaries; subclasses define its calls."""
 
     def steps(self, backward):
         self.case.group = self.group
@@ -261,15 +261,15 @@ class Named(Problem):
         tdkernels.synchronize()
         expected = self._expected()
         for name, got in self.results.items():
-            near(name, got, expected[name])
+            assert_near(name, got, expected[name])
 
 
-class ExpertLayer(Named):
-    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # (width, hidden); the ranks have to agree on the width
+class ExpertParallelLayer(NamedResults):
+    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # (width, hidden); all ranks must pass the same width
 
     def __init__(self, operator, changes, shape, seed, group):
         rng, world_size = random.Random(seed), dist.get_world_size()
-        tokens = [rng.randrange(MOST_TOKENS + 1) for _ in range(world_size)]
+        tokens = [rng.randrange(MAX_TOKENS + 1) for _ in range(world_size)]
         self.case = case = Layer(tokens, 2, 2, *self.SHAPES[shape], FP32, seed=seed, ids="distinct")
         case.own = {name: operand.detach().requires_grad_() for name, operand in case.own.items()}
         self.options, self.group, self.results = dict(changes), group, {}
@@ -290,11 +290,11 @@ class ExpertLayer(Named):
                 for name in whole}
         return {name: of_all[mine[name]] for name, of_all in whole.items()}
 
-    def spoil_ids(self):
-        self.case.case.ids = _with_a_wrong_id(self.case.case.ids, self.case.experts)
+    def corrupt_ids(self):
+        self.case.case.ids = _with_wrong_id(self.case.case.ids, self.case.experts)
 
 
-class SlicedExperts(Named):
+class TensorParallelExperts(NamedResults):
     SHAPES = [(6, 10, 3), (7, 10, 3), (6, 12, 5), (20, 16, 8)]  # tokens, width, hidden
 
     def __init__(self, operator, changes, shape, seed, group):
@@ -314,12 +314,12 @@ class SlicedExperts(Named):
         whole, rank = self.case.expected(torch.double), self.case.rank
         return {name: self.case.part(name.removeprefix("d"), of_all, rank) for name, of_all in whole.items()}
 
-    def spoil_ids(self):
-        self.case.ids = _with_a_wrong_id(self.case.ids, 3)
+    def corrupt_ids(self):
+        self.case.ids = _with_wrong_id(self.case.ids, 3)
 
 
-class Decoding(Named):
-    # The ranks have to agree on the batch, not on the keys.
+class Decoding(NamedResults):
+    # All ranks must pass the same batch, but not the same number of keys.
     SHAPES = [dict(batch=2, keys=7), dict(batch=3, keys=7), dict(batch=1, keys=20), dict(batch=4, keys=40)]
 
     def __init__(self, operator, changes, shape, seed, group):
@@ -341,13 +341,13 @@ class Decoding(Named):
         first = int(case.all_lens[: case.rank].sum())
         for name, got in self.results.items():
             if name[1:] in CACHES:
-                parts = torch.cat(case._keys_of(name, got))
-                near(name, parts, expected[name][first : first + len(parts)])
+                parts = torch.cat(case._key_gradients(name, got))
+                assert_near(name, parts, expected[name][first : first + len(parts)])
             else:
-                near(name, got, expected[name])
+                assert_near(name, got, expected[name])
 
 
-class Attention(Named):
+class Attention(NamedResults):
     SHAPES = [dict(rows=9), dict(rows=10), dict(rows=7, batch=2), dict(rows=21, sharding="zigzag")]
 
     def __init__(self, operator, changes, shape, seed, group):
@@ -391,29 +391,29 @@ class Ulysses(Problem):
 
 
 def _table():
-    """{name: (class, operator, changes)}"""
+    """Return {name: (class, operator, changes)}."""
     table = {}
-    for operator, changes in DENSE_WAYS:
+    for operator, changes in DENSE_VARIANTS:
         table[f"{operator} {next(iter(changes.values()))}"] = Dense, operator, changes
-    for operator, changes in COLLECTIVE_WAYS:
+    for operator, changes in COLLECTIVE_VARIANTS:
         table[f"{operator} {changes.get('exchange', 'one_shot')}"] = Collective, operator, changes
-    room, bound = {"max_tokens": ROOM}, {"max_tokens_per_rank": MOST_TOKENS}
+    capacity, bound = {"max_tokens": CAPACITY}, {"max_tokens_per_rank": MAX_TOKENS}
     table |= {
         "all_to_all": (AllToAll, "all_to_all", {}),
-        "all_to_all bounded": (AllToAll, "all_to_all", room),
+        "all_to_all bounded": (AllToAll, "all_to_all", capacity),
         "ep two-phase": (Experts, "ep_dispatch", {}),
-        "ep two-phase bounded": (Experts, "ep_dispatch", room),
+        "ep two-phase bounded": (Experts, "ep_dispatch", capacity),
         "ep two-phase per_expert": (Experts, "ep_dispatch", {"combine": "per_expert"}),
         "ep low-latency": (Experts, "ep_dispatch", bound),
-        "ep low-latency per_expert": (Experts, "ep_dispatch", {**bound, **room, "combine": "per_expert"}),
-        "ep halves": (Experts, "ep_dispatch", {**room, "halves": True}),
+        "ep low-latency per_expert": (Experts, "ep_dispatch", {**bound, **capacity, "combine": "per_expert"}),
+        "ep halves": (Experts, "ep_dispatch", {**capacity, "halves": True}),
         "ep halves low-latency": (Experts, "ep_dispatch", {**bound, "halves": True}),
     }
     for method in ("sequence", "fused"):
         config = {"config": EpMoeConfig(method=method)}
-        table[f"ep_moe {method}"] = ExpertLayer, "ep_moe", config
-        table[f"ep_moe {method} bounded"] = ExpertLayer, "ep_moe", {**config, **bound, **room}
-    table |= {f"tp_moe {config}": (SlicedExperts, "tp_moe", config) for config in ("default", "two stages")}
+        table[f"ep_moe {method}"] = ExpertParallelLayer, "ep_moe", config
+        table[f"ep_moe {method} bounded"] = ExpertParallelLayer, "ep_moe", {**config, **bound, **capacity}
+    table |= {f"tp_moe {config}": (TensorParallelExperts, "tp_moe", config) for config in ("default", "two stages")}
     table |= {f"flash_decode {name}": (Decoding, "flash_decode", name) for name in ("default", "small blocks")}
     table |= {f"ag_attention {name}": (Attention, "ag_attention", name) for name in ("default", "small blocks")}
     table["ulysses_out default"] = Ulysses, "ulysses_out", "default"
@@ -428,6 +428,6 @@ OPERATORS = sorted({operator for _, operator, _ in TABLE.values()} | {"ep_combin
 
 
 def make_problem(name, shape, seed, group):
-    """Make the operands of this rank, and what is to come out, of a call of one of TABLE."""
+    """Return the problem of a key of TABLE, with this rank's operands and expected results."""
     kind, operator, changes = TABLE[name]
     return kind(operator, changes, shape, seed, group)

@@ -1,4 +1,4 @@
-"""`python -m tdkernels tune` and `cache`, from the arguments to what is printed and kept."""
+"""`python -m tdkernels tune`, `cache` and `explain`: arguments, output and stored entries."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from tdkernels.__main__ import main
 from tdkernels.autotune import disk_cache, table
-from tests.autotune.entries import GPU, an_entry, cache_in
+from tests.autotune.entries import GPU, cache_in, make_entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,8 @@ def folder(tmp_path):
         yield folder
 
 
-def command(*arguments):
-    """Run in a process of its own, as a user would: ranks are started from there."""
+def run_cli(*arguments):
+    """Run the command line in a new process, which starts the ranks; return exit code, stdout and stderr."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-m", "tdkernels", *arguments], capture_output=True, text=True, timeout=240, env=environment
@@ -31,50 +31,50 @@ def command(*arguments):
     return run.returncode, run.stdout, run.stderr
 
 
-def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
+def test_tune_stores_the_entry_and_does_not_tune_again(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2"]
-    code, out, err = command(*tune)
+    code, out, err = run_cli(*tune)
     assert code == 0 and "nothing is kept" in out, err
-    assert not folder.exists(), "a rehearsal on CPU ranks has kept its result"
+    assert not folder.exists(), "a rehearsal on CPU ranks must not store its result"
     tune.append("--keep")
-    code, out, err = command(*tune)
+    code, out, err = run_cli(*tune)
     assert code == 0, err
     assert "rehearsal" in out and "ag_gemm 32x32x16 float32 nk on 2 x cpu" in out
     assert "method=torch" in out and "efficiency" in out and "candidates" in out
     (entry,) = disk_cache.load(folder / "cpu" / "ag_gemm.json")
     assert entry.problem.shape == (32, 32, 16) and entry.plain_ms > 0
-    code, out, err = command(*tune)
+    code, out, err = run_cli(*tune)
     assert code == 0 and "is in the cache" in out and "nothing to tune" in out
 
 
-def test_tune_prints_json_and_nothing_else_on_stdout(folder):
+def test_tune_prints_only_json_on_stdout(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2", "--json"]
-    code, out, err = command(*tune, "--keep")
+    code, out, err = run_cli(*tune, "--keep")
     assert code == 0 and "rehearsal" in err and "efficiency" in err, err
     (entry,) = json.loads(out)
     assert entry["operator"] == "ag_gemm" and entry["shape"] == [32, 32, 16]
-    code, out, err = command(*tune)
+    code, out, err = run_cli(*tune)
     assert code == 0 and json.loads(out) == [] and "is in the cache" in err
 
 
-def test_tune_takes_other_layouts_and_one_rank(folder, capfd):
+def test_tune_with_layout_on_one_rank(folder, capfd):
     tune = ["tune", "flash_decode", "--shape", "1x1x2x1x16x16x8", "--dtype", "fp32", "--device", "cpu", "--keep"]
     assert main([*tune, "--layout", "paged", "--nproc", "1"]) == 0
-    out = capfd.readouterr().out  # of the rank
+    out = capfd.readouterr().out  # printed by the rank
     assert "flash_decode 1x1x2x1x16x16x8 float32 paged on 1 x cpu" in out
     assert "method=fused block_n=" in out and "method=torch" in out
     (entry,) = disk_cache.load(folder / "cpu" / "flash_decode.json")
     assert (entry.problem.layout, entry.problem.world_size) == ("paged", 1)
 
 
-def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
+def test_tune_covers_the_layers_of_a_model(folder, monkeypatch):
     from tdkernels import model_shapes
 
     monkeypatch.setitem(model_shapes.MODELS, "tiny", model_shapes.Model(16, 24, 2, 1, head=8))
     model = ["--model", "tiny", "--tokens", "8,7", "--dtype", "fp32"]
     assert main(["tune", *model, "--device", "cpu", "--tp", "2", "--keep"]) == 0
     found = {file.stem: {entry.problem.shape for entry in disk_cache.load(file)} for file in disk_cache.files()}
-    # 7 rows cannot be divided by 2 ranks: said and left out, but for the all-reduce, which need not divide them.
+    # 7 rows are not divisible by 2 ranks. ag_gemm and gemm_rs skip them with a message; gemm_ar does not divide M.
     assert found == {
         "ag_gemm": {(8, 32, 16), (8, 48, 16)},
         "gemm_rs": {(8, 16, 16), (8, 16, 24)},
@@ -106,50 +106,50 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
         (["--model", "gpt-3", "--tokens", "few"], "--tokens must be whole numbers"),
     ],
 )
-def test_tune_refuses_what_makes_no_sense(arguments, message, capsys, folder):
+def test_tune_rejects_invalid_arguments(arguments, message, capsys, folder):
     assert main(["tune", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not folder.exists()
 
 
-def test_export_and_merge_carry_everything(folder, tmp_path, capsys):
-    kept = [an_entry(shape=(2, 3, 4)), an_entry(shape=(5, 6, 7), ms=2.5), an_entry("gemm_rs", gpu="AMD Testing")]
+def test_export_and_merge_keep_all_entries(folder, tmp_path, capsys):
+    kept = [make_entry(shape=(2, 3, 4)), make_entry(shape=(5, 6, 7), ms=2.5), make_entry("gemm_rs", gpu="AMD Testing")]
     disk_cache.store(kept)
     assert main(["cache", "export", str(tmp_path / "out")]) == 0
     assert main(["cache", "clear"]) == 0
     assert disk_cache.files() == []
     disk_cache.forget()
-    newer = an_entry(shape=(2, 3, 4), ms=0.25)
-    disk_cache.store([an_entry(shape=(2, 3, 4), ms=9.0)])
+    newer = make_entry(shape=(2, 3, 4), ms=0.25)
+    disk_cache.store([make_entry(shape=(2, 3, 4), ms=9.0)])
     disk_cache.forget()
     (tmp_path / "one.json").write_text(table.to_json([newer]))
     assert main(["cache", "merge", str(tmp_path / "out"), str(tmp_path / "one.json")]) == 0
     assert disk_cache.user_entries("gemm_rs", "AMD Testing") == [kept[2]]
     found = disk_cache.user_entries("ag_gemm", GPU)
-    assert sorted(entry.ms for entry in found) == [0.25, 2.5], "theirs, and the last, win"
+    assert sorted(entry.ms for entry in found) == [0.25, 2.5], "merged entries win, and later files win"
 
 
-def test_export_leaves_nothing_but_tables(tmp_path):
-    disk_cache.store([an_entry()])
+def test_export_writes_only_tables(tmp_path):
+    disk_cache.store([make_entry()])
     assert main(["cache", "export", str(tmp_path / "out")]) == 0
     assert [p.name for p in (tmp_path / "out").rglob("*") if p.is_file()] == ["ag_gemm.json"]
 
 
 def test_export_of_some_operators(tmp_path):
-    disk_cache.store([an_entry()])
-    disk_cache.store([an_entry("gemm_rs")])
+    disk_cache.store([make_entry()])
+    disk_cache.store([make_entry("gemm_rs")])
     assert main(["cache", "export", str(tmp_path / "out"), "gemm_rs"]) == 0
     assert [file.stem for file in disk_cache.files(tmp_path / "out")] == ["gemm_rs"]
 
 
 @pytest.mark.parametrize("newest", [False, True])
-def test_export_to_tables_of_older_kernels(newest, tmp_path):
+def test_export_to_a_folder_with_older_versions(newest, tmp_path):
     folder = tmp_path / "out"
-    disk_cache.store([an_entry(shape=(2, 3, 4), ms=9.0), an_entry(shape=(5, 6, 7))])
+    disk_cache.store([make_entry(shape=(2, 3, 4), ms=9.0), make_entry(shape=(5, 6, 7))])
     assert main(["cache", "export", str(folder)]) == 0
     disk_cache.clear()
     disk_cache.forget()
-    fresh = an_entry(shape=(2, 3, 4), ms=1.0)
+    fresh = make_entry(shape=(2, 3, 4), ms=1.0)
     disk_cache.store([dataclasses.replace(fresh, versions={**fresh.versions, "kernels": "new"}, when="2100-01-01")])
     assert main(["cache", "export", str(folder), *(["--newest"] if newest else [])]) == 0
     [file] = disk_cache.files(folder)
@@ -160,17 +160,17 @@ def test_export_to_tables_of_older_kernels(newest, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1]"])
-def test_merge_of_what_is_no_table(text, tmp_path, capsys):
+def test_merge_of_an_invalid_table(text, tmp_path, capsys):
     (tmp_path / "bad.json").write_text(text)
     good = tmp_path / "good.json"
-    good.write_text(table.to_json([an_entry()]))
+    good.write_text(table.to_json([make_entry()]))
     assert main(["cache", "merge", str(tmp_path / "bad.json"), str(good), str(tmp_path / "missing.json")]) == 1
-    assert disk_cache.user_entries("ag_gemm", GPU) == [an_entry()], "the others are merged all the same"
+    assert disk_cache.user_entries("ag_gemm", GPU) == [make_entry()], "valid files are still merged"
     errors = capsys.readouterr().err
     assert "bad.json" in errors and "missing.json" in errors and "good.json" not in errors
 
 
-# Each must stay inside the cache, or be refused with an error that names the file and the field.
+# Names that would leave the cache folder. They must be rejected with an error that names the file and the field.
 BAD_NAMES = {
     "operator": [
         "../../victim/settings", "{victim}", "..", ".", "", "a/b", "a\\b", "a.b", "a\0b", "a\n", "1a", "a" * 300
@@ -180,28 +180,28 @@ BAD_NAMES = {
 
 
 @pytest.mark.parametrize("field, name", [(field, name) for field, names in BAD_NAMES.items() for name in names])
-def test_merge_refuses_names_that_name_no_file_of_the_cache(field, name, folder, tmp_path, capsys):
+def test_merge_rejects_names_outside_the_cache(field, name, folder, tmp_path, capsys):
     victim = tmp_path / "victim" / "settings.json"
     victim.parent.mkdir()
     victim.write_text('{"color": "dark"}')
-    bad = json.loads(table.to_json([an_entry()]))
+    bad = json.loads(table.to_json([make_entry()]))
     bad[field] = name.format(victim=victim.with_suffix(""))
-    source = tmp_path / "passed_round.json"
+    source = tmp_path / "exchanged.json"
     source.write_text(json.dumps(bad))
     assert main(["cache", "merge", str(source)]) == 1
     error = capsys.readouterr().err
     assert str(source) in error and f"{field} must be" in error and len(error) < 1000
     assert victim.read_text() == '{"color": "dark"}'
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted([victim, source]) and not folder.exists()
+    remaining = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(remaining) == sorted([victim, source]) and not folder.exists()
 
 
 @pytest.mark.parametrize("gpu", ["../../victim", "/victim", "..", "~", "a/../../b"])
-def test_merge_keeps_any_name_of_a_gpu_inside_the_cache(gpu, folder, tmp_path):
-    source = tmp_path / "passed_round.json"
-    source.write_text(table.to_json([an_entry(gpu=gpu)]))
+def test_merge_keeps_any_gpu_name_inside_the_cache(gpu, folder, tmp_path):
+    source = tmp_path / "exchanged.json"
+    source.write_text(table.to_json([make_entry(gpu=gpu)]))
     assert main(["cache", "merge", str(source)]) == 0
-    assert disk_cache.user_entries("ag_gemm", gpu) == [an_entry(gpu=gpu)]
+    assert disk_cache.user_entries("ag_gemm", gpu) == [make_entry(gpu=gpu)]
     outside = [path for path in tmp_path.rglob("*") if path.is_file() and folder not in path.parents]
     assert outside == [source]
     assert {file.parent.parent for file in folder.rglob("*.json")} == {folder}
@@ -210,7 +210,7 @@ def test_merge_keeps_any_name_of_a_gpu_inside_the_cache(gpu, folder, tmp_path):
 def test_show_and_path(folder, capsys):
     assert main(["cache", "show"]) == 0
     assert "nothing was tuned yet" in capsys.readouterr().out
-    disk_cache.store([an_entry(shape=(8192, 11, 22))])
+    disk_cache.store([make_entry(shape=(8192, 11, 22))])
     assert main(["cache", "show"]) == 0
     assert "8192x11x22" in capsys.readouterr().out
     assert main(["cache", "show", "gemm_rs"]) == 0
@@ -222,8 +222,8 @@ def test_show_and_path(folder, capsys):
 
 
 def test_show_as_json_and_by_number_of_ranks(capsys):
-    disk_cache.store([an_entry(shape=(8192, 11, 22))])
-    ranks = an_entry().problem.world_size
+    disk_cache.store([make_entry(shape=(8192, 11, 22))])
+    ranks = make_entry().problem.world_size
     for number, count in ((ranks, 1), (ranks + 1, 0)):
         assert main(["cache", "show", "--json", "--nproc", str(number)]) == 0
         entries = json.loads(capsys.readouterr().out)
@@ -231,7 +231,7 @@ def test_show_as_json_and_by_number_of_ranks(capsys):
     assert main(["cache", "show", "--json", "ag_gemm"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["operator"] == "ag_gemm" and entry["gpu"] == GPU and entry["shape"] == [8192, 11, 22]
-    assert set(entry["versions"]) == set(an_entry().versions)
+    assert set(entry["versions"]) == set(make_entry().versions)
 
 
 def test_show_fits_100_columns(capsys):
@@ -241,7 +241,7 @@ def test_show_fits_100_columns(capsys):
 
 
 @pytest.mark.parametrize("action", ["show", "clear", "export"])
-def test_an_unknown_operator_is_an_error(action, tmp_path, capsys):
+def test_unknown_operator_is_an_error(action, tmp_path, capsys):
     folder = [str(tmp_path / "out")] if action == "export" else []
     assert main(["cache", action, *folder, "ag_gem"]) == 2
     assert "did you mean 'ag_gemm'?" in capsys.readouterr().err
@@ -260,14 +260,14 @@ def test_explain(capsys):
     (["ag_gem", "--shape", "8x8x8"], "did you mean 'ag_gemm'?"), (["ag_gemm", "--shape", "8x8"], "3 positive sizes"),
     (["ag_gemm", "--shape", "8xfoo"], "whole numbers"), (["ag_gemm", "--shape", "7x8x8", "--tp", "2"], "M = 7 is not"),
 ])
-def test_explain_rejects_what_makes_no_sense(arguments, message, capsys):
+def test_explain_rejects_invalid_arguments(arguments, message, capsys):
     assert main(["explain", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("explain: ") and message in error
 
 
-def test_clear_that_cannot_is_an_error_and_no_traceback(folder, monkeypatch, capsys):
-    disk_cache.store([an_entry()])
+def test_failed_clear_is_an_error_without_traceback(folder, monkeypatch, capsys):
+    disk_cache.store([make_entry()])
 
     def refuse(*_, **__):
         raise PermissionError("not yours")
@@ -277,10 +277,10 @@ def test_clear_that_cannot_is_an_error_and_no_traceback(folder, monkeypatch, cap
     assert "not yours" in capsys.readouterr().err
 
 
-def test_clear_leaves_what_is_not_ours(folder):
+def test_clear_keeps_foreign_files(folder):
     foreign = folder / "editor" / "settings.json"
     foreign.parent.mkdir(parents=True)
     foreign.write_text(json.dumps({"a": 1}))
-    disk_cache.store([an_entry()])
+    disk_cache.store([make_entry()])
     assert main(["cache", "clear"]) == 0
     assert disk_cache.files() == [foreign]

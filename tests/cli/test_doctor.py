@@ -1,4 +1,4 @@
-"""The doctor: each check on fakes, its exit code and output, and its self-test on CPU ranks."""
+"""`tdkernels doctor`: each check with fakes, exit code, output, and the self-test on CPU ranks."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tdkernels.cli import doctor, doctor_checks
 from tdkernels.cli.doctor_checks import Check
 
 
-def test_versions_that_are_too_old_are_problems():
+def test_old_versions_are_problems():
     assert doctor_checks.check_torch("2.10.3").status == "problem"
     assert doctor_checks.check_torch("2.11.0a0+git1234").status == "ok"
     assert doctor_checks.check_triton("3.5.1").status == "problem"
@@ -20,19 +20,19 @@ def test_versions_that_are_too_old_are_problems():
 
 
 @pytest.mark.parametrize("installed, status", [(True, "ok"), (False, "problem")])
-def test_without_numpy_there_are_no_cpu_ranks(installed, status, monkeypatch):
+def test_missing_numpy_is_a_problem(installed, status, monkeypatch):
     monkeypatch.setattr(doctor_checks.importlib.util, "find_spec", lambda name: object() if installed else None)
     assert doctor_checks.check_numpy().status == status
 
 
-def test_a_missing_compiler_matters_to_gpus_only(monkeypatch, tmp_path):
+def test_missing_compiler_is_a_problem_only_with_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert doctor_checks.check_compiler(gpus=0).status == "ok"
     assert doctor_checks.check_compiler(gpus=2).status == "problem"
 
 
-def test_gpus_that_do_not_reach_each_other_are_a_problem():
+def test_gpus_without_peer_access_are_a_problem():
     assert doctor_checks.links_from([[True, True], [True, True]], "NV18").status == "ok"
     check = doctor_checks.links_from([[True, False], [True, True]], "")
     assert check.status == "problem"
@@ -45,21 +45,21 @@ def test_link_kinds_are_read_from_the_topology():
     assert doctor_checks.kinds_in_topology("") == ""
 
 
-def test_a_tool_that_is_absent_fails_or_hangs_says_nothing(monkeypatch):
+def test_output_of_a_missing_failing_or_hanging_tool_is_empty(monkeypatch):
     monkeypatch.setattr(doctor_checks, "_TOOL_TIMEOUT_S", 0.2)
     assert doctor_checks._output_of("/no/such/tool") == ""
     assert doctor_checks._output_of(sys.executable, "-c", "import sys; sys.exit(3)") == ""
     assert doctor_checks._output_of("sleep", "20") == ""
 
 
-def test_the_cache_folder_is_the_one_of_the_environment(monkeypatch, tmp_path):
+def test_cache_folder_is_taken_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "new" / "folder"))
     check = doctor_checks.check_cache()
     assert check.status == "ok" and str(tmp_path) in check.found
 
 
-def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()  # not a folder without permissions: root may write to that
+def test_unwritable_cache_folder_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()  # a read-only folder would not do: root can write to it
     monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "file" / "cache"))
     check = doctor_checks.check_cache()
     assert check.status == "warning"
@@ -69,7 +69,7 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_pat
 @pytest.mark.parametrize("gpu, status", [
     ("NVIDIA H200", "ok"), ("NVIDIA H100 80GB HBM3", "ok"), ("NVIDIA Untuned", "warning"),
 ])
-def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
+def test_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
     check = doctor_checks.check_tuning()
@@ -77,12 +77,12 @@ def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
     assert ("tdkernels tune" in check.advice) == (status == "warning")
 
 
-def test_a_mode_that_is_none_is_a_problem(monkeypatch):
+def test_invalid_autotune_mode_is_a_problem(monkeypatch):
     monkeypatch.setenv("TDKERNELS_AUTOTUNE", "sometimes")
     assert doctor_checks.check_tuning().status == "problem"
 
 
-def test_a_timeout_that_is_no_number_is_a_problem(monkeypatch):
+def test_timeout_that_is_not_a_number_is_a_problem(monkeypatch):
     monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "soon")
     assert doctor_checks.check_timeout().status == "problem"
     monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "7")
@@ -96,7 +96,7 @@ def test_multicast_variables_are_shown(monkeypatch):
     assert "NCCL_NVLS_ENABLE is 0 (off)" in found and "NVSHMEM_DISABLE_NVLS is not set" in found
 
 
-def test_memory_that_cannot_be_shared_is_a_problem(monkeypatch):
+def test_missing_memfd_is_a_problem(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
     assert doctor_checks.check_cpu_memory().status == "problem"
 
@@ -105,7 +105,7 @@ def _fine():
     return Check("fine", "ok", "all there")
 
 
-def _so_so():
+def _warning():
     return Check("so so", "warning", "slow", "Wait.")
 
 
@@ -117,22 +117,22 @@ def _broken():
     raise KeyError("oops")
 
 
-@pytest.mark.parametrize("checks, code", [((_fine, _so_so), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
+@pytest.mark.parametrize("checks, code", [((_fine, _warning), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_exit_code_tells_of_problems(monkeypatch, capsys, checks, code, as_json):
+def test_exit_code_reports_problems(monkeypatch, capsys, checks, code, as_json):
     monkeypatch.setattr(doctor, "LOOKS", checks)
     assert command_line.main(["doctor", "--no-self-test"] + ["--json"] * as_json) == code
     assert "fine" in capsys.readouterr().out
 
 
-def test_a_problem_is_shown_as_it_is(monkeypatch, capsys):
+def test_problem_text_is_printed_literally(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "LOOKS", (_bad,))
     command_line.main(["doctor", "--no-self-test"])
     out = capsys.readouterr().out
     assert "[rank 0]" in out and "Repair it." in out and "Traceback [/of] it" in out and "1 problem" in out
 
 
-def test_the_self_test_passes_on_cpu_ranks(monkeypatch, capsys):
+def test_self_test_passes_on_cpu_ranks(monkeypatch, capsys):
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor, "LOOKS", (_fine,))
     assert command_line.main(["doctor", "--json"]) == 0
@@ -145,7 +145,7 @@ def _raise():
     raise ZeroDivisionError("of a rank")
 
 
-def test_a_self_test_that_fails_shows_why(monkeypatch):
+def test_failed_self_test_shows_the_error(monkeypatch):
     monkeypatch.setattr(doctor_checks, "try_operators", _raise)
     check = doctor_checks.check_operators(1, "cpu")
     assert check.status == "problem"
@@ -153,7 +153,7 @@ def test_a_self_test_that_fails_shows_why(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [1.0, float("nan")])
-def test_a_wrong_result_is_a_problem(monkeypatch, error):
+def test_wrong_result_is_a_problem(monkeypatch, error):
     errors = {"dx of ag_gemm": (error, 0.1), "output": (0.0, 0.1)}
     monkeypatch.setattr(doctor_checks, "run_ranks", lambda *_, **__: [errors])
     check = doctor_checks.check_operators(2, "cpu")
@@ -161,7 +161,7 @@ def test_a_wrong_result_is_a_problem(monkeypatch, error):
     assert check.found == "wrong results: dx of ag_gemm"
 
 
-def test_it_runs_as_a_module():
+def test_doctor_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "tdkernels", "doctor", "--no-self-test", "--json"],
         capture_output=True, text=True, timeout=120,
@@ -171,7 +171,7 @@ def test_it_runs_as_a_module():
     assert {"torch", "GPUs", "NVSHMEM"} <= {check["name"] for check in checks}
 
 
-def test_a_command_that_does_not_exist_is_refused(capsys):
+def test_unknown_command_is_rejected(capsys):
     with pytest.raises(SystemExit) as exit_of:
         command_line.main(["cure"])
     assert exit_of.value.code == 2

@@ -11,13 +11,13 @@ from tdkernels.__main__ import main
 COMMANDS = ["doctor", "tune", "explain", "cache", "bench", "trace"]
 
 
-def test_no_arguments_print_the_help(capsys):
+def test_no_arguments_prints_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: tdkernels") and all(f"    {name} " in out for name in COMMANDS)
 
 
-def test_cache_without_an_action_prints_its_help(capsys):
+def test_cache_without_an_action_prints_help(capsys):
     assert main(["cache"]) == 0
     assert capsys.readouterr().out.startswith("usage: tdkernels cache")
 
@@ -30,7 +30,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["cache", "show"], ["cache", "merge"]], ids=str)
-def test_an_unknown_argument_prints_the_usage_of_the_command(command, capsys):
+def test_unknown_argument_prints_the_usage_of_the_command(command, capsys):
     operands = {"explain": ["ag_gemm", "--shape", "1x1x1"], "merge": ["folder"]}.get(command[-1], [])
     with pytest.raises(SystemExit) as exit_of:
         main([*command, *operands, "--jsn"])
@@ -43,7 +43,7 @@ def test_an_unknown_argument_prints_the_usage_of_the_command(command, capsys):
     (["tun"], "tune"), (["cache", "shwo"], "show"), (["tune", "ag_gem", "--shape", "8x8x8"], "ag_gemm"),
     (["trace", "gemm_sr", "--shape", "8x8x8"], "gemm_rs"), (["tune", "--model", "llama-3.1-7b"], "llama-3.1-70b"),
 ])
-def test_a_similar_word_is_suggested(arguments, word, capsys):
+def test_similar_word_is_suggested(arguments, word, capsys):
     try:
         code = main(arguments)
     except SystemExit as exit_of:

@@ -1,5 +1,5 @@
-"""Every kernel compiles for every GPU that we speak of, within its shared memory, on a machine without any.
+"""Ahead-of-time compilation tests: every kernel compiles for every supported GPU and fits into its shared memory.
 
-What a family of operators launches is in a module, what is asked of the machine code in a test beside it, so that tests
-of all families (traces, signals, whether a kernel is missing) can take launches from anywhere.
+They need no GPU. For each operator family, one module builds the launches, and a test module next to it checks the
+machine code. Tests of all families (traces, signals, missing kernels) import the launches from these modules.
 """

@@ -1,4 +1,4 @@
-"""What ag_attention and its backward launch."""
+"""Launches of ag_attention and its backward."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ ODD_ATTENTION = [
 def attention_launches(
     arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
 ):
-    """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
-    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_launch, ag_attention_launch_dkv
+    """Return {name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
+    device, forward_launch, dkv_launch = SimpleNamespace(type="cuda"), ag_attention_launch, ag_attention_launch_dkv
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -36,15 +36,17 @@ def attention_launches(
         patch.setattr(gpu, "capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
         patch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None)
         config = ag_attention_config.completed(None, rows, max(d, dv), dtype, device)
-        # The memory that peers write to is none here, and its descriptor like that of any tensor.
-        for module in (of_forward, of_keys):
-            patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
+        # There is no workspace for peers to write to; use the descriptor of a plain tensor instead.
+        for module in (forward_launch, dkv_launch):
+            patch.setattr(
+                module, "gathered_descriptor", lambda *args: forward_launch.shard_descriptor(args[2], *args[4:])
+            )
         forward, query, keys = [
             stack.enter_context(recorded_launches(module, ranks))
-            for module in (of_forward, ag_attention_launch_dq, of_keys)
+            for module in (forward_launch, ag_attention_launch_dq, dkv_launch)
         ]
         call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
-        o, lse = of_forward.launch(q, k, v, *call)
+        o, lse = forward_launch.launch(q, k, v, *call)
         ag_attention_launch_dq.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
     return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
 

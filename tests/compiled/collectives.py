@@ -1,4 +1,4 @@
-"""Kernels of the collectives alone, compiled as their launcher would launch them."""
+"""Compile the kernels of the stand-alone collectives with the arguments of their launcher."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Kernels of the dense operators, compiled as their launchers would launch them."""
+"""Compile the kernels of the dense operators with the arguments of their launchers."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ from tests.compiled.targets import FP32, tiles_for, uses_tma
 from tests.support.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
 
 ROWS, N, K = 2048, 8192, 7168
-COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
-PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
-ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
-ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
+COPYING_KERNELS = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # their programs copy tiles to the peers
+GEMM_KERNELS = [*COPYING_KERNELS, gemm_rs_direct_kernel]
+MULTINODE_KERNELS = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # they also use the network
+ONE_SHOT_KERNELS = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
 
 
 def _product(tiles, dtype, is_aligned, bias, tma, w_is_kn):
@@ -35,7 +35,7 @@ def _product(tiles, dtype, is_aligned, bias, tma, w_is_kn):
 def compile_gemm(
     kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
 ):
-    """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
+    """Compile a GEMM kernel with the arguments of its launcher, by default for a large shape."""
     rows, n, k = shape
     tiles = tiles_for(arch, dtype)
     tma = uses_tma(arch, dtype) and k % 8 == 0
@@ -49,7 +49,7 @@ def compile_gemm(
     if kernel in (ag_gemm_kernel, ag_gemm_nodes_kernel):
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
         args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
-        constants = {"FIXED_HALF": False, **constants}  # and as many nodes as there are
+        constants = {"FIXED_HALF": False, **constants}
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
@@ -58,8 +58,8 @@ def compile_gemm(
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage]
         args += [rows, n, k, stride, 33, 6, 7, 8, 9, PLAN, 4, 8]
-        across = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
-        constants = {"SLICE_N": slice_columns(tiles), **across, **constants}
+        multinode = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
+        constants = {"SLICE_N": slice_columns(tiles), **multinode, **constants}
     elif kernel is gemm_rs_direct_kernel:
         tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
@@ -72,7 +72,7 @@ def compile_gemm(
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
         ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": nodes, "LOCAL": local}
         constants = {**ranks, **constants}
-    copying = kernel in (*COPYING, *ACROSS_NODES)
+    copying = kernel in (*COPYING_KERNELS, *MULTINODE_KERNELS)
     kwargs = {
         **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.options(),
         "PRODUCT": _product(tiles, dtype, aligned(n, k, stride), bias, tma, w_is_kn),
@@ -83,7 +83,7 @@ def compile_gemm(
 
 
 def one_shot_tiles_for(arch, dtype, rows):
-    """The tiles that _few_rows.default_tiles gives few rows, for the reason of ``tiles_for``."""
+    """Return the default tiles for small M. They are copied here for the same reason as in ``tiles_for``."""
     if dtype == FP32:
         return Tiles(rows, 64, 32, num_warps=4, num_stages=2)
     if arch in ("sm_90", "sm_100"):

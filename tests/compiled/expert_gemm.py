@@ -1,4 +1,4 @@
-"""What launches products by expert: group_gemm, tp_moe, and an ep_moe that overlaps."""
+"""Launches of the grouped GEMMs of experts: group_gemm, tp_moe, and the fused ep_moe."""
 
 import contextlib
 import functools
@@ -22,14 +22,14 @@ from tests.compiled.targets import BF16, compile_launches, tiles_for
 from tests.support.aot import recorded_launches
 from tests.support.routing import planned
 
-# What the launches of a training step of group_gemm are, in their order, and what torch's product is told; without an
-# activation there is no "swiglu".
-GROUPED = ["product", "swiglu", "gradient of x", "gradient of w", "ends"]
+# Launches of a training step of group_gemm, in order. "swiglu" is missing without an activation; "ends" computes the
+# group ends that torch's grouped GEMM takes.
+GROUPED = ["forward", "swiglu", "gradient of x", "gradient of w", "ends"]
 
 
 @functools.cache
 def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
-    """{name: (kernel, args, kwargs)} of a step on ``arch``; the gradient of x has the weight the other way round."""
+    """Return {name: (kernel, args, kwargs)} of a training step on ``arch``. "gradient of x" takes w transposed."""
     rows, n, k = sizes
     x, w = torch.zeros(rows, k, dtype=dtype), torch.zeros(4, n, k, dtype=dtype)
     splits = torch.zeros(4, dtype=torch.int32)
@@ -50,16 +50,16 @@ def compile_grouped(name, arch, dtype, activation=None, **options):
     return compiled
 
 
-# What tp_moe and its backward launch: the routing, and products by expert. Those of one kernel differ in what is
-# compiled of it: a weight either way round, SwiGLU, weights of choices.
-SLICED_ROUTE = ["count", "place", "order"]
-SLICED_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
-SLICED_SUMS = ["sums", "gradient of rows"]
+# Launches of tp_moe and its backward: the routing and the grouped GEMMs. Launches of the same kernel differ in its
+# compile-time options: transposed weight, SwiGLU, top-k weights.
+TP_MOE_ROUTE = ["count", "place", "order"]
+TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
+TP_MOE_SUMS = ["sums", "gradient of rows"]
 
 
 @functools.cache
-def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
-    """{name: (kernel, args, kwargs)}; sizes are those of a rank: M / W, k, E, H, I / W."""
+def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
+    """Return {name: (kernel, args, kwargs)}; ``sizes`` are per rank: M / W, k, E, H, I / W."""
     tokens, k, experts, width, hidden = sizes
     group = SimpleNamespace(size=lambda: ranks)
     config = tp_moe_config.MoeTpConfig(tiles=tiles_for(arch, dtype))
@@ -69,7 +69,7 @@ def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
-        of_route, of_rows, of_sums = (
+        route_launches, row_launches, sum_launches = (
             stack.enter_context(recorded_launches(module))
             for module in (moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
         )
@@ -82,22 +82,22 @@ def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         rows(x, down.transpose(1, 2), gradients=tp_moe_launch_ag_gemm.Gradients(h, weights))
         tp_moe_launch_gemm_rs.launch(h, down, routing, weights, config)
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
-    names = SLICED_ROUTE + SLICED_ROWS + SLICED_SUMS
-    return dict(zip(names, of_route + of_rows + of_sums, strict=True))
+    names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS
+    return dict(zip(names, route_launches + row_launches + sum_launches, strict=True))
 
 
-def compile_sliced(name, arch, dtype=BF16, **options):
-    (compiled,) = compile_launches([sliced_launches(arch, dtype, **options)[name]], arch)
+def compile_tp_moe(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([tp_moe_launches(arch, dtype, **options)[name]], arch)
     return compiled
 
 
-# What an ep_moe that overlaps launches, with its gradients: the order of its rows, and the two kernels.
-EXPERT_LAYER = ["order", "rows, swiglu", "rows, interleaved", "gradient of sums", "sums", "gradient of rows"]
+# Launches of the fused ep_moe and its gradients: the sort of its rows, and the two fused kernels.
+EP_MOE = ["order", "rows, swiglu", "rows, interleaved", "gradient of sums", "sums", "gradient of rows"]
 
 
 @functools.cache
-def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
-    """{name: (kernel, args, kwargs)}; sizes are those of a rank: T, k, E / W, H, I."""
+def ep_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
+    """Return {name: (kernel, args, kwargs)}; ``sizes`` are per rank: T, k, E / W, H, I."""
     tokens, k, each, width, hidden = sizes
     group, tiles = SimpleNamespace(size=lambda: ranks, rank=lambda: 0), tiles_for(arch, dtype)
     x, weights = torch.zeros(tokens, width, dtype=dtype), torch.ones(tokens, k)
@@ -107,24 +107,25 @@ def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(ep_moe_launch_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
         stack.enter_context(recorded_launches(counting, ranks))
-        of_order, of_rows, of_sums = (
+        sort_launches, row_launches, sum_launches = (
             stack.enter_context(recorded_launches(module, ranks))
             for module in (ep_moe_launch_sort, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine)
         )
-        ids, most = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
-        routing = counting.count(*planned(group, ids, each * ranks, EpConfig(), per_choice=True, max_tokens=most))
+        ids, capacity = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
+        routing = counting.count(*planned(group, ids, each * ranks, EpConfig(), per_choice=True, max_tokens=capacity))
         order = ep_moe_launch_sort.order_of(routing)
         rows, sums = ep_moe_launch_dispatch_gemm.launch, ep_moe_launch_gemm_combine.launch
-        came = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)
+        received = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)
         rows(routing, order, x, weights, gate_up, tiles, activation="swiglu_interleaved")
-        of_h = rows(
-            routing, order, x, None, down.transpose(1, 2), tiles, gradient=(came.y, came.weights), keep_rows=True
+        dh = rows(
+            routing, order, x, None, down.transpose(1, 2), tiles, gradient=(received.y, received.weights),
+            keep_rows=True,
         )
-        sums(routing, came.y, down, came.origins, tiles, weights=weights)
-        sums(routing, came.pre, gate_up.transpose(1, 2), came.origins, tiles, dots=of_h.dots)
-    return dict(zip(EXPERT_LAYER, of_order + of_rows + of_sums, strict=True))
+        sums(routing, received.y, down, received.origins, tiles, weights=weights)
+        sums(routing, received.pre, gate_up.transpose(1, 2), received.origins, tiles, dots=dh.dots)
+    return dict(zip(EP_MOE, sort_launches + row_launches + sum_launches, strict=True))
 
 
-def compile_expert_layer(name, arch, dtype=BF16, **options):
-    (compiled,) = compile_launches([expert_layer_launches(arch, dtype, **options)[name]], arch)
+def compile_ep_moe(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([ep_moe_launches(arch, dtype, **options)[name]], arch)
     return compiled

@@ -1,4 +1,4 @@
-"""What flash_decode and its backward launch."""
+"""Launches of flash_decode and its backward."""
 
 import contextlib
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tdkernels.runtime import gpu as runtime_gpu
 from tests.compiled.targets import BF16
 from tests.support.aot import SHARED_MEMORY, recorded_launches
 
-# What flash_decode launches, by name: (q [B, Tq, Hq, D], Hkv, Dv, block_size or 0, fp8, (soft_cap, window)).
+# Problems by name: (q [B, Tq, Hq, D], Hkv, Dv, block_size or 0, fp8, (soft_cap, window)).
 DECODES = {
     "one token": ((8, 1, 32, 128), 8, 128, 0, False, (None, None)),
     "tokens, paged, fp8": ((3, 2, 12, 96), 4, 80, 16, True, (30.0, 100)),
@@ -22,7 +22,7 @@ DECODES = {
 
 
 def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
-    """(kernel, args, kwargs) of a decode, and of its gradients unless the cache is fp8."""
+    """Return [(kernel, args, kwargs), ...] of the forward, and of the backward unless the cache is fp8."""
     sizes, heads, dv, page, fp8, (soft_cap, window) = DECODES[name]
     q, group = torch.zeros(sizes, dtype=dtype), SimpleNamespace(size=lambda: ranks)
     k = torch.zeros(sizes[0], page or 256, heads, sizes[3], dtype=torch.float8_e4m3fn if fp8 else dtype)

@@ -1,4 +1,4 @@
-"""Launches of small kernels, which begin a call, push, wait, add parts or merge."""
+"""Launches of the helper kernels: begin a call, push, wait, sum partials, merge."""
 
 import torch
 
@@ -10,8 +10,8 @@ from tests.compiled.targets import BF16, FP32
 from tests.support.aot import PLAN, pointer
 
 
-def small_launches():
-    """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
+def helper_launches():
+    """Return {kernel: launches}. One launch of each kernel has as many arguments equal to 1 as possible."""
     ctx, x = pointer(torch.int64), pointer(BF16)
     push = {"COPY_WORDS": 4096, "num_warps": 16}
     add = {"BLOCK": 4096, "num_warps": 8}
@@ -34,13 +34,13 @@ def small_launches():
 
 
 def _merge(dtype, d, *sizes):
-    """Arguments of the kernel that merges attention to some keys with that to others, into a dtype."""
+    """Return the arguments of the log-sum-exp merge of two partial attention outputs into ``dtype``."""
     stats, o = pointer(FP32), pointer(BF16)
     constants = {"D": d, "BLOCK_D": 128, "BLOCK": 32, "num_warps": 4}
     return [pointer(dtype), stats, o, stats, o, stats, *sizes], constants
 
 
-def small_launches_across_nodes():
+def multinode_helper_launches():
     ctx, x = pointer(torch.int64), pointer(BF16)
     narrow, wide = {"num_warps": 1}, {"COPY_WORDS": 4096, "num_warps": 16}
     return {

@@ -1,4 +1,4 @@
-"""What launches of all families share: dtypes, and what differs from GPU to GPU."""
+"""Helpers shared by all families: dtypes, default tiles per GPU, and compilation of launches."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def tiles_for(arch, dtype):
-    """The tiles that ``default_tiles`` gives large shapes; it cannot be asked about a device that is not there."""
+    """Return the default tiles for large shapes. ``default_tiles`` itself needs the device to be present."""
     if dtype == FP32:
         return Tiles(64, 64, 32, num_warps=4, num_stages=2)
     if arch.startswith("gfx"):
@@ -27,13 +27,16 @@ def uses_tma(arch, dtype):
 
 
 def compile_launches(launches, arch):
-    """As that GPU would be launched on: here, launchers see one that does not quantize by an instruction."""
-    by = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
+    """Compile launches for ``arch``.
+
+    The launchers ran on a device without an fp8 conversion instruction, so the quantization method is set here.
+    """
+    quantize = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
     compiled = []
     for kernel, args, kwargs in launches:
         payload = kwargs.get("PAYLOAD")
         if payload is not None and payload.quantize:
-            kwargs = {**kwargs, "PAYLOAD": payload._replace(quantize=by)}
+            kwargs = {**kwargs, "PAYLOAD": payload._replace(quantize=quantize)}
         compiled.append(compile_for(kernel, args, kwargs, arch))
     assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
     return compiled

@@ -1,4 +1,4 @@
-"""Dense operators on one node: products whose tiles are copied to peers, or from them."""
+"""Compile the dense operators for one node: GEMMs that copy tiles to or from peers."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
-from tests.compiled.dense import COPYING, PRODUCTS, ROWS, K, N, compile_gemm
+from tests.compiled.dense import COPYING_KERNELS, GEMM_KERNELS, ROWS, K, N, compile_gemm
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, TARGETS, narrow
 
@@ -16,50 +16,50 @@ pytestmark = needs_no_gpu
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
-def test_products_compile(kernel, dtype, arch):
+@pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
+def test_gemm_kernels_compile(kernel, dtype, arch):
     compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == BF16)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
-def test_a_size_of_one_compiles(kernel, arch):
-    """The compiler turns an argument of 1 into a constant, which has not all the methods of a value."""
+@pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
+def test_size_one_compiles(kernel, arch):
+    """Triton specializes an argument of 1 to a constant, which lacks some methods of a tensor value."""
     for shape in ((1, 1, 1), (ROWS, 1, K), (1, N, 3)):
         compile_gemm(kernel, arch, BF16, shape=shape)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
+def test_ag_gemm_with_fixed_half_compiles(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
 @pytest.mark.parametrize("w_is_kn", [False, True])
 def test_main_loop_on_hopper_uses_wgmma_and_tma(kernel, w_is_kn):
     ptx = compile_gemm(kernel, "sm_90", BF16, w_is_kn=w_is_kn).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert "mma.sync" not in ptx
-    # Operands that travel through registers would show this in the main loop; the epilogue may use it.
+    # ldmatrix in the main loop would mean operands in registers. The epilogue may use it.
     assert ptx.find("ldmatrix", 0, ptx.rindex("wgmma.mma_async")) == -1
 
 
-@pytest.mark.parametrize("kernel", COPYING, ids=lambda k: k.__name__)
-def test_products_move_sixteen_bytes_at_a_time(kernel):
-    """An address that the compiler knows nothing of is read and written by single elements."""
+@pytest.mark.parametrize("kernel", COPYING_KERNELS, ids=lambda k: k.__name__)
+def test_gemm_kernels_use_16_byte_accesses(kernel):
+    """If the alignment of an address is unknown, the compiler accesses single elements."""
     ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
     assert not narrow(ptx)
-    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
-    # Signals and tables are read one by one; of what is copied, whole blocks of words are. finish stores six words.
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # the copies to peers
+    # Only signals and address tables are accessed in single words; `finish` stores six. Copies move whole blocks.
     assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "a copy stores single words"
 
 
-def test_rows_without_tma_are_read_in_wide_pieces():
+def test_rows_without_tma_use_16_byte_copies():
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", compile_gemm(ag_gemm_kernel, "sm_80", BF16).asm["ptx"])
     assert staged and all(" 0x10" in line for line in staged)
 
 
-def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
+def test_too_many_stages_exceed_shared_memory():
     deep = replace(Tiles(), num_stages=5)
     assert deep.shared_memory_bytes(BF16) > SHARED_MEMORY["sm_90"]

@@ -1,4 +1,4 @@
-"""flash_decode, on one node and on several, and its gradients."""
+"""Compile flash_decode, single-node and multi-node, and its gradients."""
 
 import re
 
@@ -17,7 +17,7 @@ pytestmark = needs_no_gpu
     *((arch, "tokens, paged, fp8", FP16) for arch in ("sm_80", "sm_90", "gfx942")),
     ("sm_90", "latent", BF16), ("gfx942", "latent", BF16), ("sm_80", "one token", FP32),
 ])
-def test_decodes_compile(arch, name, dtype):
+def test_flash_decode_compiles(arch, name, dtype):
     compile_launches(decode_launch(name, arch, dtype), arch)
 
 
@@ -25,7 +25,7 @@ def test_decodes_compile(arch, name, dtype):
     ("sm_90", "one token", 8, 2), ("sm_90", "latent", 6, 3), ("sm_80", "tokens, paged, fp8", 4, 4),
     ("gfx942", "one token", 8, 2),
 ])
-def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
+def test_multinode_flash_decode_compiles(arch, name, ranks, nodes):
     decode = decode_launch(name, arch, ranks=ranks, nodes=nodes)[0]
     assert decode[0] is flash_decode_nodes_kernel
     (compiled,) = compile_launches([decode], arch)
@@ -33,14 +33,14 @@ def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
         return
     ptx = compiled.asm["ptx"]
     puts = [call.start() for call in re.finditer(r"call\.uni [^;]*nvshmemx_putmem_signal_nbi_block", ptx)]
-    # Of what a node has of a tile, and with several query tokens of the lengths; in loops, unrolled or not.
+    # Puts of a node's partial result, and of the lengths if there are several query tokens. Loops may be unrolled.
     assert len(puts) >= 1 + (name == "tokens, paged, fp8")
     assert all("fence.acq_rel.sys" in ptx[max(put - 4000, 0) : put] for put in puts)
     waits = re.findall(r"call\.uni [^;]*nvshmem_signal_wait_until", ptx)
     assert len(waits) >= 1 + (name == "tokens, paged, fp8")
 
 
-def test_a_decode_of_fp8_on_hopper_reads_no_single_bytes():
+def test_fp8_decode_on_hopper_reads_no_single_bytes():
     (decode,) = compile_launches(decode_launch("tokens, paged, fp8", "sm_90"), "sm_90")
     ptx = decode.asm["ptx"]
     assert ".m8n8.x4.trans.shared.b16" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
@@ -48,17 +48,17 @@ def test_a_decode_of_fp8_on_hopper_reads_no_single_bytes():
 
 
 @pytest.mark.parametrize("name, dtype", [("paged", BF16), ("tokens, paged, fp8", FP16), ("latent", BF16)])
-def test_two_paged_decodes_fit_a_multiprocessor_of_hopper(name, dtype):
-    """The default config reckons with two, and masking by pages must not change how many blocks are copied ahead."""
+def test_two_paged_decode_programs_fit_on_a_hopper_sm(name, dtype):
+    """The default config assumes two programs per SM; masking by pages must not change the number of stages."""
     decode = compile_launches(decode_launch(name, "sm_90", dtype), "sm_90")[0]
-    assert 2 * (decode.metadata.shared + 1024) <= 228 << 10  # the driver takes 1 KiB for each program
+    assert 2 * (decode.metadata.shared + 1024) <= 228 << 10  # the driver reserves 1 KiB for each program
 
 
-def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
+def test_decode_on_hopper_is_pipelined_and_uses_tensor_cores():
     decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
     ptx = decode.asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx and "ldmatrix" in ptx
     loop = ptx[: ptx.rindex("mma.sync")]
-    assert loop.count("cp.async.cg") >= 2 * 16  # keys and values of a block, before the loop and in it
+    assert loop.count("cp.async.cg") >= 2 * 16  # keys and values of a block, in the prologue and in the loop
     assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
     assert "mma.sync" in gradients.asm["ptx"]

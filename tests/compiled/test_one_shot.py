@@ -1,4 +1,4 @@
-"""Dense operators of few rows, whose kernels exchange all of them at once."""
+"""Compile the one-shot kernels of the dense operators, for small M."""
 
 import re
 
@@ -6,17 +6,17 @@ import pytest
 
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
-from tests.compiled.dense import ONE_SHOT, K, N, compile_one_shot
+from tests.compiled.dense import ONE_SHOT_KERNELS, K, N, compile_one_shot
 from tests.compiled.expert_gemm import compile_grouped
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, TARGETS, narrow
 
 pytestmark = needs_no_gpu
 
-each_one_shot = pytest.mark.parametrize("kernel", ONE_SHOT, ids=lambda k: k.__name__)
+each_one_shot_kernel = pytest.mark.parametrize("kernel", ONE_SHOT_KERNELS, ids=lambda k: k.__name__)
 
 
-@each_one_shot
+@each_one_shot_kernel
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_one_shot_compiles(dtype, arch, kernel):
@@ -27,17 +27,17 @@ def test_one_shot_compiles(dtype, arch, kernel):
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_large_tiles_of_defaults(arch):
-    """Those of one shot for many columns, and of a weight's gradient for long groups."""
-    for kernel, w_is_kn in zip(ONE_SHOT, (False, True), strict=True):
+def test_large_default_tiles_compile(arch):
+    """The large tiles of one-shot kernels for large N, and of the weight gradient for long groups."""
+    for kernel, w_is_kn in zip(ONE_SHOT_KERNELS, (False, True), strict=True):
         compile_one_shot(kernel, arch, BF16, split=1, scatters=True, w_is_kn=w_is_kn, shape=(256, N, K), tiles=LARGE)
     compiled = compile_grouped("gradient of w", arch, BF16, sizes=(4 * 4096, 512, 512))
     assert compiled.metadata.num_warps == 8 and compiled.metadata.shared <= SHARED_MEMORY[arch]
 
 
-@each_one_shot
+@each_one_shot_kernel
 @pytest.mark.parametrize("rows, split, scatters", [(16, 1, True), (64, 2, False)])
-def test_one_shot_moves_sixteen_bytes_at_a_time(rows, split, scatters, kernel):
+def test_one_shot_uses_16_byte_accesses(rows, split, scatters, kernel):
     ptx = compile_one_shot(kernel, "sm_90", BF16, split=split, scatters=scatters, shape=(rows, N, K)).asm["ptx"]
     assert not narrow(ptx)
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)

@@ -1,4 +1,4 @@
-"""Kernels with a trace and without one, and those that compare clocks."""
+"""Compile kernels with and without a trace, and the clock synchronization kernels."""
 
 import re
 
@@ -11,8 +11,8 @@ from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
 from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs
 from tdkernels.trace import clocks
 from tests.compiled.attention import attention_launches
-from tests.compiled.dense import ONE_SHOT, PRODUCTS, compile_gemm, compile_one_shot
-from tests.compiled.expert_gemm import sliced_launches
+from tests.compiled.dense import GEMM_KERNELS, ONE_SHOT_KERNELS, compile_gemm, compile_one_shot
+from tests.compiled.expert_gemm import tp_moe_launches
 from tests.compiled.flash_decode import decode_launch
 from tests.compiled.targets import BF16, compile_launches, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
@@ -23,18 +23,18 @@ pytestmark = needs_no_gpu
 TRACED_LAUNCHES = {
     ag_attention_kernel.ag_attention_kernel: lambda arch: attention_launches(arch, BF16)["attention"],
     flash_decode_kernel: lambda arch: decode_launch("one token", arch)[0],
-    kernel_ag_gemm.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
-    kernel_gemm_rs.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
+    kernel_ag_gemm.moe_ag_gemm_kernel: lambda arch: tp_moe_launches(arch, BF16)["rows, swiglu"],
+    kernel_gemm_rs.moe_gemm_rs_kernel: lambda arch: tp_moe_launches(arch, BF16)["sums"],
     kernel_out.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],
     kernel_qkv.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
 }
-every_traced_kernel = pytest.mark.parametrize(
-    "kernel", [*PRODUCTS, *ONE_SHOT, *TRACED_LAUNCHES], ids=lambda k: k.__name__
+each_traced_kernel = pytest.mark.parametrize(
+    "kernel", [*GEMM_KERNELS, *ONE_SHOT_KERNELS, *TRACED_LAUNCHES], ids=lambda k: k.__name__
 )
 
 
 def compile_any(kernel, arch, **constants):
-    if kernel in ONE_SHOT:
+    if kernel in ONE_SHOT_KERNELS:
         return compile_one_shot(kernel, arch, BF16, split=2, **constants)
     if kernel in TRACED_LAUNCHES:
         _, args, options = TRACED_LAUNCHES[kernel](arch)
@@ -43,15 +43,15 @@ def compile_any(kernel, arch, **constants):
     return compile_gemm(kernel, arch, BF16, **constants)
 
 
-@every_traced_kernel
+@each_traced_kernel
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"])
 def test_traced_kernels_compile(kernel, arch):
     compile_any(kernel, arch, trace_ptr=pointer(torch.int64))
 
 
-@every_traced_kernel
-def test_without_a_trace_nothing_of_it_is_compiled(kernel):
-    """The clock is read by waits alone, which look twice at it, and the multiprocessor by nobody."""
+@each_traced_kernel
+def test_untraced_kernels_contain_no_trace_code(kernel):
+    """Without a trace only waits read the clock, twice each, and the SM id is never read."""
     ptx = compile_any(kernel, "sm_90").asm["ptx"]
     assert ptx.count("globaltimer") == 2 * ptx.count("nanosleep") > 0
     assert "%smid" not in ptx
@@ -61,8 +61,8 @@ def test_without_a_trace_nothing_of_it_is_compiled(kernel):
     assert traced.count("nanosleep") == ptx.count("nanosleep")
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
-def test_a_product_is_done_when_the_clock_is_read_after_it(kernel):
+@pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
+def test_clock_is_read_after_the_gemm_is_done(kernel):
     ptx = compile_gemm(kernel, "sm_90", BF16, trace_ptr=pointer(torch.int64)).asm["ptx"]
     for done in re.finditer(r"wgmma\.wait_group\.sync\.aligned 0;", ptx):
         clock = ptx.index("globaltimer", done.end())
@@ -70,7 +70,7 @@ def test_a_product_is_done_when_the_clock_is_read_after_it(kernel):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_kernels_that_compare_clocks_compile(arch):
+def test_clock_kernels_compile(arch):
     ctx = pointer(torch.int64)
     compile_for(clocks.meet_kernel, [ctx, 3_000_000], {"num_warps": 1}, arch)
     compile_for(clocks.clocks_kernel, [ctx, pointer(torch.int64), 32], {"num_warps": 1}, arch)

@@ -1,4 +1,4 @@
-"""The projections of Ulysses, and their gradients."""
+"""Compile the Ulysses projections and their gradients."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.support.aot import TARGETS, narrow
 pytestmark = needs_no_gpu
 
 
-# Another dtype is for one target of each vendor, to save time.
+# Other dtypes are compiled for one target of each vendor, to save time.
 @pytest.mark.parametrize("arch, name, dtype", [
     (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP32)
     if dtype == BF16 and name in ("qkv", "gradient of x")
@@ -23,9 +23,9 @@ def test_ulysses_compiles(arch, name, dtype):
 
 
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1), 2), ("gfx942", (3, 7, 13, 9), 3)])
-def test_ulysses_of_odd_sizes_compiles(arch, sizes, ranks):
+def test_ulysses_with_odd_sizes_compiles(arch, sizes, ranks):
     for name in ("qkv", "gradient of x"):
-        # Single elements of large tiles take the compiler long.
+        # Large tiles with single-element accesses compile slowly.
         compile_ulysses(name, arch, sizes=sizes, ranks=ranks, tiles=Tiles(64, 64, 64, num_warps=4, num_stages=2))
 
 
@@ -36,10 +36,10 @@ def test_ulysses_on_hopper_uses_wgmma_and_tma(name):
     assert "cp.async.bulk.tensor" in ptx
     assert "mma.sync" not in ptx
     assert not narrow(ptx)
-    assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx  # what travels
+    assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx  # the copies to peers
     assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
     if name in ("out", "gradient of x"):
-        # Rows that peers have pushed are read by TMA, whose proxy has to be fenced after the waits.
+        # TMA reads rows that peers have pushed, so its proxy must be fenced after the waits.
         for acquire in re.finditer("ld.acquire.sys", ptx):
             following = ptx.find("cp.async.bulk.tensor", acquire.end())
             assert following < 0 or "fence.proxy.async.global" in ptx[acquire.end() : following]

@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU, for what is decided on the host."""
+"""Tensors that claim to be on a GPU, for tests of host code."""
 
 import torch
 
@@ -13,7 +13,7 @@ class _Tensor(torch.Tensor):
 
 
 def gpu_tensor(address=4096, dtype=torch.bfloat16):
-    """One of 4 x 4 elements, at an address of the test's choice."""
+    """Return a 4 x 4 tensor with the given address."""
     tensor = torch.empty(4, 4, dtype=dtype).as_subclass(_Tensor)
     tensor.address = address
     return tensor

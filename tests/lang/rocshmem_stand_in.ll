@@ -1,9 +1,9 @@
-; A stand-in for rocSHMEM's device library: the C names that our words need, and functions that are seen in the code of a
-; kernel. The variable is there in every module and is filled from outside, as ROCSHMEM_CTX_DEFAULT is.
+; A stand-in for rocSHMEM's device library: the C names that the primitives need; its functions are visible in the code
+; of a kernel. Like ROCSHMEM_CTX_DEFAULT, the variable exists in every module and is initialized by the host.
 
 @ROCSHMEM_CTX_DEFAULT = addrspace(1) externally_initialized global [2 x i64] zeroinitializer
 
-; So that the compiler does not take apart what it sees all calls of.
+; Prevents the compiler from specializing these functions, all of whose calls it sees.
 @llvm.compiler.used = appending global [6 x ptr] [
   ptr @rocshmem_putmem_nbi_wg, ptr @rocshmem_uint64_atomic_set, ptr @rocshmem_fence, ptr @rocshmem_quiet,
   ptr @rocshmem_my_pe, ptr @rocshmem_n_pes

@@ -1,4 +1,4 @@
-"""The words that speak with all peers at once, and the one by which programs of a rank find out who comes last."""
+"""Primitives that address all peers at once, and ``is_last_arriver`` among the programs of a rank."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from tdkernels.symm import get_workspace
 from tests.lang.test_primitives import TIMEOUT_S, a_group, error_of, launch, prepared, run, signal_value, words
 from tests.support.ranks import device, on_ranks
 
-BLOCK = 1024  # 64-bit words that each rank sends to each
+BLOCK = 1024  # 64-bit words that each rank sends to each peer
 
 
 @td.jit
 def exchange_kernel(ctx, sent_ptr, got_ptr, signal, expected, BLOCK: tl.constexpr):
-    """Send a block to every peer, wait for all of theirs, copy out what has come."""
+    """Send a block to every peer, wait for the blocks of all peers, and copy them out."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     half = ((td.epoch(ctx) + 1) % 2).to(tl.int32)
     signal = signal + tl.full((), 0, tl.int64)
@@ -35,7 +35,7 @@ def exchange_kernel(ctx, sent_ptr, got_ptr, signal, expected, BLOCK: tl.constexp
 
 
 def exchange(workspace, call, signal, expected):
-    """Who sent what, [W, BLOCK]; our own row is not written."""
+    """Run the exchange; return the received data [W, BLOCK], in which this rank's row is not written, and the error."""
     sent = 1000 * call + 100 * dist.get_rank() + torch.arange(BLOCK, device=device()) % 100
     got = words(workspace.world_size * BLOCK)
     error = error_of(launch, workspace, exchange_kernel, 1, sent, got, signal, expected, BLOCK=BLOCK)
@@ -50,7 +50,7 @@ def exchange_workspace(group):
     return workspace
 
 
-def all_hear_from_all():
+def check_exchange():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with a_group() as group:
         workspace = exchange_workspace(group)
@@ -60,7 +60,7 @@ def all_hear_from_all():
             for source in range(world_size):
                 expected = 1000 * call + 100 * source + torch.arange(BLOCK) % 100
                 assert torch.equal(got[source].cpu(), expected if source != rank else torch.full((BLOCK,), -1))
-            # Of the signals only those were raised, at the peers only.
+            # Only those signals are set, and only on the peers.
             half = call % 2
             signals = [workspace.signal_word(rank, half * workspace.half_signals + i) for i in range(2 * world_size)]
             seen = [word.view(torch.int64).item() for word in signals]
@@ -72,17 +72,17 @@ def all_hear_from_all():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_hear_from_all(world_size):
-    on_ranks(world_size, all_hear_from_all)
+def test_notify_and_wait_for_all_peers(world_size):
+    on_ranks(world_size, check_exchange)
 
 
 @td.jit
 def series_kernel(ctx, seen_ptr, count, signal, WITH_OWN: tl.constexpr):
-    """Raise ``count`` signals at every peer, or everywhere, and wait for all of theirs, then say which have come."""
+    """Set ``count`` signals on every peer (or every rank), wait for those of the peers, and read all signals back."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     half = ((td.epoch(ctx) + 1) % 2).to(tl.int32)
     signal = signal + tl.full((), 0, tl.int64)
-    stride = count + 1  # one of each rank's that nobody raises
+    stride = count + 1  # one signal of each rank is never set
     own = td.signal_at(ctx, half, me * stride)
     td.notify_all(ctx, own, signal, count=count, WITH_OWN=WITH_OWN)  # waiter: every peer, below
     # producer: see above
@@ -92,7 +92,7 @@ def series_kernel(ctx, seen_ptr, count, signal, WITH_OWN: tl.constexpr):
     td.finish(ctx)
 
 
-def all_hear_series_from_all(count, with_own):
+def check_series(count, with_own):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with a_group() as group:
         workspace = get_workspace(group, device(), "series")
@@ -101,21 +101,21 @@ def all_hear_series_from_all(count, with_own):
             seen = words(world_size * (count + 1))
             assert error_of(launch, workspace, series_kernel, 1, seen, count, signal_value(call, 0), with_own) is None
             sources = [source for source in range(world_size) if with_own or source != rank]
-            came = [[int(source in sources and i < count) for i in range(count + 1)] for source in range(world_size)]
+            arrived = [[int(source in sources and i < count) for i in range(count + 1)] for source in range(world_size)]
             assert seen.view(world_size, -1).tolist() == [
-                [one * signal_value(call, 0) for one in row] for row in came
+                [one * signal_value(call, 0) for one in row] for row in arrived
             ]
             workspace.buffer.barrier()
         del workspace, group
 
 
 @pytest.mark.parametrize("world_size, count, with_own", [(2, 1, False), (3, 50, False), (2, 70, False), (3, 50, True)])
-def test_all_hear_series_from_all(world_size, count, with_own):
-    on_ranks(world_size, all_hear_series_from_all, count, with_own)
+def test_series_of_signals_to_all_peers(world_size, count, with_own):
+    on_ranks(world_size, check_series, count, with_own)
 
 
-def one_says_something_else(case):
-    """Rank 1 is late, ahead, or follows another plan; the others notice that it is rank 1."""
+def send_other_signal(case):
+    """Rank 1 is late, ahead, or uses another plan; the errors on the other ranks must name rank 1."""
     rank = dist.get_rank()
     with a_group() as group:
         workspace = exchange_workspace(group)
@@ -123,8 +123,8 @@ def one_says_something_else(case):
             assert exchange(workspace, call, signal_value(call, 0), signal_value(call, 0))[1] is None
             workspace.buffer.barrier()
         tdkernels.set_timeout(TIMEOUT_S)
-        otherwise = {"ahead": signal_value(4, 1), "other plan": signal_value(3, 1), "late": signal_value(2, 0)}[case]
-        _, error = exchange(workspace, 3, otherwise if rank == 1 else signal_value(3, 0), signal_value(3, 0))
+        other = {"ahead": signal_value(4, 1), "other plan": signal_value(3, 1), "late": signal_value(2, 0)}[case]
+        _, error = exchange(workspace, 3, other if rank == 1 else signal_value(3, 0), signal_value(3, 0))
         if rank == 1 or case == "ahead":
             assert error is None
         elif case == "other plan":
@@ -141,13 +141,13 @@ def one_says_something_else(case):
 
 
 @pytest.mark.parametrize("case", ["ahead", "other plan", "late"])
-def test_who_is_missing(case):
-    on_ranks(3, one_says_something_else, case)
+def test_error_names_the_missing_peer(case):
+    on_ranks(3, send_other_signal, case)
 
 
 @td.jit
 def arrive_kernel(ctx, values_ptr, totals_ptr, count):
-    """Groups of ``count`` programs each leave a number; the last of a group adds them up."""
+    """Each program of a group of ``count`` stores a number; the last arriver of the group adds them up."""
     pid = tl.program_id(0)
     group = pid // count
     tl.store(values_ptr + pid, tl.load(values_ptr + pid) + pid)
@@ -159,10 +159,10 @@ def arrive_kernel(ctx, values_ptr, totals_ptr, count):
     td.finish(ctx)
 
 
-def last_ones_add_up():
+def sum_in_last_arriver():
     with a_group() as group:
         workspace = prepared("is_last_arriver", num_flags=64, group=group)
-        for call, count in enumerate([1, 2, 5, 16, 1, 3]):  # each launch finds the words as the first one did
+        for call, count in enumerate([1, 2, 5, 16, 1, 3]):  # each launch must leave the flags reset
             programs = 40 // count * count
             values, totals = 1000 * call + words(programs) * 0, words(40) * 0
             run(workspace, arrive_kernel, programs, values, totals, count)
@@ -171,13 +171,13 @@ def last_ones_add_up():
         del workspace, group
 
 
-def test_arrive():
-    on_ranks(2, last_ones_add_up)
+def test_is_last_arriver():
+    on_ranks(2, sum_in_last_arriver)
 
 
 @td.jit
-def garbage_kernel(ctx, CHECK_FAILED: tl.constexpr):
-    """Rank 1 waits for what nobody raises; then all announce what they have made of it, in two ways."""
+def failed_wait_kernel(ctx, CHECK_FAILED: tl.constexpr):
+    """Rank 1 waits for a signal that is never set; then all ranks signal, by ``notify`` and by ``notify_all``."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     call = td.epoch(ctx) + 1
     if me == 1:
@@ -189,22 +189,22 @@ def garbage_kernel(ctx, CHECK_FAILED: tl.constexpr):
     td.finish(ctx)
 
 
-def announces(passes_on):
+def signal_after_failed_wait(check_failed):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with a_group() as group:
         workspace = prepared("garbage", half_signals=2 * world_size + 1, group=group)
         tdkernels.set_timeout(0.3)
-        error = error_of(launch, workspace, garbage_kernel, 1, CHECK_FAILED=passes_on)
+        error = error_of(launch, workspace, failed_wait_kernel, 1, CHECK_FAILED=check_failed)
         assert type(error) is (PeerTimeoutError if rank == 1 else type(None))
         tdkernels.set_timeout(None)
         workspace.buffer.barrier()
         seen = [workspace.signal_word(rank, i).view(torch.int64).item() for i in range(2 * world_size)]
-        heard_of = {source for source in range(world_size) if source != rank and not (passes_on and source == 1)}
-        assert seen == [int(i % world_size in heard_of) for i in range(2 * world_size)]
+        signaled = {source for source in range(world_size) if source != rank and not (check_failed and source == 1)}
+        assert seen == [int(i % world_size in signaled) for i in range(2 * world_size)]
         workspace.buffer.barrier()
         del workspace, group
 
 
-@pytest.mark.parametrize("passes_on", [False, True])
-def test_who_has_given_up_passes_nothing_on(passes_on):
-    on_ranks(3, announces, passes_on)
+@pytest.mark.parametrize("check_failed", [False, True])
+def test_no_signals_after_a_failed_wait(check_failed):
+    on_ranks(3, signal_after_failed_wait, check_failed)

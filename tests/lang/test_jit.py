@@ -1,6 +1,6 @@
-"""A launch that was seen before goes straight to the compiled kernel, with the right arguments; any other does not.
+"""Launches of ``td.jit`` kernels: an equal launch calls the compiled kernel directly, any other goes through Triton.
 
-And what the interpreter remembers, to be quicker, is what it would have found.
+Caches of the interpreter must return the same values as without a cache.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class _Compiled(CompiledKernel):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """What Triton was asked to look for, each time with what it found."""
+    """The kernels that Triton compiled or found, one for each launch that went through it."""
     found = []
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -68,14 +68,14 @@ def _launch(x=None, y=None, desc=None, n=5, m=7, grid=(3,), **constants):
     return args
 
 
-def test_the_second_launch_does_not_search(searches):
+def test_second_launch_bypasses_triton(searches):
     _launch()
     args = _launch(x=gpu_tensor(8192), y=gpu_tensor(32), n=6, grid=(9,))
     assert len(searches) == 1
     assert searches[0].launches == [((9, 1, 1), (*args, 16, True, None))]
 
 
-def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
+def test_constants_are_ordered_by_the_signature(searches):
     for _ in range(2):
         _kernel[(1, 2)](gpu_tensor(), gpu_tensor(), None, 1, 1, FLAG=False, SIZE=32, num_warps=8)
     assert len(searches) == 1
@@ -90,14 +90,14 @@ def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_what_may_be_another_kernel_is_searched_for(searches, other):
+def test_launches_that_may_need_another_kernel_go_through_triton(searches, other):
     _launch()
     _launch(**other)
     _launch(**other)
     assert [len(found.launches) for found in searches] == [0, 1]
 
 
-def test_descriptors_of_other_blocks_are_other_kernels(searches):
+def test_descriptors_with_other_blocks_are_other_kernels(searches):
     for block in (16, 32, 16):
         _launch(desc=_descriptor(block))
     assert [len(found.launches) for found in searches] == [1, 0]
@@ -115,14 +115,14 @@ class Sizes(NamedTuple):
     flag: bool
 
 
-@pytest.mark.parametrize("one, other, known", [
+@pytest.mark.parametrize("one, other, cached", [
     (Sizes(16, True), Sizes(16, True), True), (Sizes(16, True), Sizes(32, True), False),
     (Sizes(16, True), Sizes(16, 1), False), (Sizes(16, True), (16, True), False),
 ], ids=str)
-def test_constants_may_be_a_named_tuple(searches, one, other, known):
+def test_constants_may_be_a_named_tuple(searches, one, other, cached):
     _launch(SIZE=one)
     _launch(SIZE=other)
-    assert [len(found.launches) for found in searches] == ([1] if known else [0, 0])
+    assert [len(found.launches) for found in searches] == ([1] if cached else [0, 0])
 
 
 @td.jit
@@ -131,21 +131,21 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @td.jit
-def _of_fields(y_ptr, PRODUCT: tl.constexpr):
+def _constexpr_fields_kernel(y_ptr, PRODUCT: tl.constexpr):
     rows = tl.arange(0, PRODUCT.rows)
     ones = tl.full((PRODUCT.rows, 16), 1.0, tl.float32)
     tl.store(y_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :], _dot(ones, ones, PRODUCT.precision))
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_a_kernel_passes_fields_of_a_named_tuple_on(arch):
+def test_kernel_passes_fields_of_a_named_tuple_to_a_function(arch):
     class Product(NamedTuple):
         rows: int
         precision: str
 
-    compile_for(_of_fields, [pointer(torch.float32)], {"PRODUCT": Product(16, "ieee")}, arch)
+    compile_for(_constexpr_fields_kernel, [pointer(torch.float32)], {"PRODUCT": Product(16, "ieee")}, arch)
     y = torch.zeros(16, 16)
-    _of_fields[(1,)](y, PRODUCT=Product(16, "ieee"))
+    _constexpr_fields_kernel[(1,)](y, PRODUCT=Product(16, "ieee"))
     assert torch.equal(y, torch.full((16, 16), 16.0))
 
 
@@ -157,13 +157,13 @@ def test_a_kernel_passes_fields_of_a_named_tuple_on(arch):
     ],
     ids=str,
 )
-def test_values_that_are_equal_are_not_the_same(searches, one, other):
+def test_equal_values_of_other_types_are_other_kernels(searches, one, other):
     _launch(**one)
     _launch(**other)
     assert len(searches) == 2
 
 
-def test_all_floats_are_served_by_one_kernel(searches):
+def test_one_kernel_for_all_floats(searches):
     for n in (0.5, 1.0, -1e30):
         _launch(n=n)
     assert len(searches) == 1
@@ -177,7 +177,7 @@ def test_all_floats_are_served_by_one_kernel(searches):
     ],
     ids=lambda unusual: next(iter(unusual)),
 )
-def test_what_is_unusual_is_always_searched_for(searches, unusual):
+def test_unsupported_arguments_always_go_through_triton(searches, unusual):
     for _ in range(2):
         _launch(**unusual)
     assert len(searches) == 2 and not _kernel._known
@@ -190,7 +190,7 @@ def test_debugging_is_another_kernel(searches, monkeypatch):
     assert len(searches) == 2
 
 
-def test_on_amd_a_large_tensor_is_another_kernel(searches, monkeypatch):
+def test_large_tensor_is_another_kernel_on_amd(searches, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     large = gpu_tensor()
     large.untyped_storage = lambda: SimpleNamespace(size=lambda: 1 << 31)
@@ -199,7 +199,7 @@ def test_on_amd_a_large_tensor_is_another_kernel(searches, monkeypatch):
     assert len(searches) == 2
 
 
-# ---- what the interpreter remembers ----
+# ---- caches of the interpreter ----
 
 TYPES = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint64, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5]
 KINDS = [
@@ -209,55 +209,55 @@ KINDS = [
 ]
 
 
-def test_numpy_dtypes_are_those_of_the_interpreter():
+def test_cached_numpy_dtypes():
     for _ in range(2):
         for kind in KINDS:
             assert interpreter._get_np_dtype(kind) == interpreter._get_np_dtype.__wrapped__(kind), kind
 
 
-def _described(thing):
-    return {name: repr(value) for name, value in vars(thing).items()}
+def _fields(instance):
+    return {name: repr(value) for name, value in vars(instance).items()}
 
 
-def test_tensors_are_made_as_triton_makes_them():
+def test_tensor_init_equals_triton():
     for _ in range(2):
         for number, kind in enumerate(KINDS):
             ours = tl.tensor.__new__(tl.tensor)
             our_interpreter._tensor_init(ours, number, kind)
             assert ours.type is kind and ours.dtype is kind.scalar
-            assert _described(ours) == _described(tl.tensor(number, kind)), kind
+            assert _fields(ours) == _fields(tl.tensor(number, kind)), kind
 
 
 @pytest.mark.parametrize("shape", [[16], [4, 8], [tl.constexpr(4), 8], tl.tuple([4, 8]), [8, 4]], ids=str)
-def test_types_of_blocks_are_made_as_triton_makes_them(shape):
+def test_block_type_init_equals_triton(shape):
     for _ in range(2):
         for element_ty in (*TYPES, tl.pointer_type(tl.int8)):
             ours = tl.block_type.__new__(tl.block_type)
             our_interpreter._block_init(ours, element_ty, shape)
             assert ours.element_ty is element_ty
-            assert _described(ours) == _described(tl.block_type(element_ty, shape))
+            assert _fields(ours) == _fields(tl.block_type(element_ty, shape))
 
 
 @pytest.mark.parametrize("shape", [[], [3], [2.0], [1 << 30], (4, 8)], ids=str)
-def test_a_shape_that_no_block_has_is_refused_each_time(shape):
-    for known in ([2, 8], [4, 8], [2]):
-        our_interpreter._block_init(tl.block_type.__new__(tl.block_type), tl.int32, known)
+def test_invalid_block_shapes_are_rejected_every_time(shape):
+    for cached in ([2, 8], [4, 8], [2]):
+        our_interpreter._block_init(tl.block_type.__new__(tl.block_type), tl.int32, cached)
         with pytest.raises((AssertionError, TypeError, ValueError)):
             our_interpreter._block_init(tl.block_type.__new__(tl.block_type), tl.int32, shape)
 
 
 @td.jit
-def _asks(found, fails, x_ptr):
+def _read_inits_kernel(found, fails, x_ptr):
     found(tl.tensor.__init__, tl.block_type.__init__)
     if fails:
-        raise ValueError("as it was told")
+        raise ValueError("requested by the test")
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_the_compiler_keeps_what_is_its_own(fails):
+def test_interpreter_patches_are_reverted(fails):
     before, found = (tl.tensor.__init__, tl.block_type.__init__), []
     with contextlib.suppress(InterpreterError):
-        _asks[(1,)](lambda *inits: found.append(inits), fails, torch.zeros(1))
+        _read_inits_kernel[(1,)](lambda *inits: found.append(inits), fails, torch.zeros(1))
     assert found == [(our_interpreter._tensor_init, our_interpreter._block_init)]
     assert (tl.tensor.__init__, tl.block_type.__init__) == before
 
@@ -265,24 +265,24 @@ def test_the_compiler_keeps_what_is_its_own(fails):
 # ---- waits in the interpreter ----
 
 
-def test_who_has_waited_for_long_looks_less_often(monkeypatch):
-    now, naps = 5_000_000_000, []
+def test_long_waits_poll_less_often(monkeypatch):
+    now, sleeps = 5_000_000_000, []
     monkeypatch.setattr(time, "monotonic_ns", lambda: now)
-    monkeypatch.setattr(time, "sleep", naps.append)
+    monkeypatch.setattr(time, "sleep", sleeps.append)
     for waited_ms in (0, 1, 8, 20, 4000):
         interpreter_yield(now - waited_ms * 1_000_000)
-    assert naps == pytest.approx([0.0002, 0.00025, 0.002, 0.005, 0.01])
+    assert sleeps == pytest.approx([0.0002, 0.00025, 0.002, 0.005, 0.01])
 
 
 @td.jit
-def _number_kernel(out_ptr, factor, SIZE: tl.constexpr):
-    """Each program writes its number, times ``factor``, once for each element."""
+def _program_id_kernel(out_ptr, factor, SIZE: tl.constexpr):
+    """Each program stores its id, times ``factor``, in all its elements."""
     for at in range(SIZE):
         tl.store(out_ptr + tl.program_id(0) * SIZE + at, tl.program_id(0) * factor)
 
 
-def test_threads_interpret_one_after_the_other():
-    """The interpreter knows of one program at a time: of two threads, one computed with the other's numbers."""
+def test_concurrent_threads_are_interpreted_in_turn():
+    """The interpreter holds the state of one program, so concurrent threads must not mix their program ids."""
     programs, size, wrong = 16, 4, []
 
     def work(factor):
@@ -290,7 +290,7 @@ def test_threads_interpret_one_after_the_other():
         for _ in range(10):
             out = torch.zeros(programs * size, dtype=torch.int64)
             try:
-                _number_kernel[(programs,)](out, factor, SIZE=size)
+                _program_id_kernel[(programs,)](out, factor, SIZE=size)
             except Exception as error:
                 wrong.append(repr(error))
             else:

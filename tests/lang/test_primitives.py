@@ -1,4 +1,4 @@
-"""Every word of tdkernels.lang in a small kernel of its own, on the CPU and, unchanged, on GPUs."""
+"""Every primitive of tdkernels.lang in a small kernel, on CPU ranks and, unchanged, on GPUs."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ POISON = 0xA5
 
 @contextlib.contextmanager
 def a_group():
-    """A group of the test's own, which it may break: a workspace that broke stays so, and `synchronize` says so."""
+    """Create a group that the test may break: a broken workspace stays broken, and `synchronize` reports it."""
     group = dist.new_group()
     try:
         yield group
@@ -46,20 +46,20 @@ def launch(workspace, kernel, grid, *args, **constants):
 
 
 def run(workspace, kernel, grid, *args, **constants):
-    """Launch, and return when all ranks' kernels have ended."""
+    """Launch, and return after the kernels of all ranks have finished."""
     launch(workspace, kernel, grid, *args, **constants)
     tdkernels.synchronize()
     workspace.buffer.barrier()
 
 
 def error_of(fn, *args, **kwargs):
-    """What a call raises, on a GPU when the host waits for it; None if nothing."""
+    """Return the error of a call, including errors found on synchronization; None if it succeeds."""
     try:
         fn(*args, **kwargs)
         tdkernels.synchronize()
     except (PeerTimeoutError, PlanMismatchError) as error:
         copy = pickle.loads(pickle.dumps(error))
-        error.__traceback__ = None  # its frames hold on to the group
+        error.__traceback__ = None  # its frames keep the group alive
         return copy
 
 
@@ -72,11 +72,11 @@ def data(workspace, half):
     return workspace.buffer.tensor(workspace.rank)[start : start + workspace.half_bytes]
 
 
-# ---- where am I, and where is everything ----
+# ---- rank and addresses ----
 
 
 @td.jit
-def facts_kernel(ctx, out_ptr, sent):
+def addresses_kernel(ctx, out_ptr, sent):
     me = td.rank(ctx)
     tl.store(out_ptr, me)
     tl.store(out_ptr + 1, td.num_ranks(ctx))
@@ -94,7 +94,7 @@ def facts_kernel(ctx, out_ptr, sent):
         tl.store(row + 2, td.signal_at(ctx, 0, 5).to(tl.int64) - td.symm_base(ctx, me))
         for half in range(2):
             tl.store(row + 3 + half, td.data_at(ctx, half, peer) - base)
-        # What the peer keeps where we keep `here`, reached through a pointer and through an address.
+        # The peer's value at the offset of `here`, reached through a pointer and through an address.
         pointer = td.data_at(ctx, 1, me).to(tl.pointer_type(tl.int64)) + 2
         tl.store(row + 5, tl.load(td.symm_at(ctx, pointer, peer)) - here)
         address = td.symm_at(ctx, td.data_at(ctx, 1, me), peer)
@@ -102,13 +102,13 @@ def facts_kernel(ctx, out_ptr, sent):
     td.finish(ctx)
 
 
-def knows_its_place():
+def check_rank_and_addresses():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     workspace = prepared("summary", half_bytes=1000, half_signals=130, num_flags=4)
     data(workspace, 1)[:256].view(torch.int64)[2] = 100 * rank
     workspace.buffer.barrier()
     out = words(8 + 8 * world_size)
-    run(workspace, facts_kernel, 1, out, (1 << 40) + rank)
+    run(workspace, addresses_kernel, 1, out, (1 << 40) + rank)
     out = out.tolist()
     assert out[:4] == [rank, world_size, 3 * 8, 8]
     signal = (256 + 5) * 8
@@ -128,7 +128,7 @@ def knows_its_place():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rank_and_addresses(world_size):
-    on_ranks(world_size, knows_its_place)
+    on_ranks(world_size, check_rank_and_addresses)
 
 
 @td.jit
@@ -137,12 +137,12 @@ def epoch_kernel(ctx, seen_ptr):
     td.finish(ctx)
 
 
-def counts_launches():
+def count_launches():
     grids = [1, 5, 1, 33, 2, 7]
     seen = [words(grid + 1) for grid in grids]
-    with a_group() as group:  # a workspace that has launched nothing yet, in each repetition
+    with a_group() as group:  # a workspace without launches, also if the test is repeated
         workspace = prepared("epoch", group=group)
-        for grid, out in zip(grids, seen):  # nothing between them
+        for grid, out in zip(grids, seen):  # without synchronization between them
             launch(workspace, epoch_kernel, grid, out)
         tdkernels.synchronize()
         del workspace, group
@@ -151,10 +151,10 @@ def counts_launches():
 
 
 def test_finish_counts_launches_of_any_grid():
-    on_ranks(2, counts_launches)
+    on_ranks(2, count_launches)
 
 
-# ---- moving bytes ----
+# ---- put ----
 
 PUT_SIZES = [*range(0, 18), 31, 32, 33, 63, 511, 512, 513, 519, 1000, 1023, 1024, 1025, 4088, 4095, 4096, 4097]
 SLOT, MARGIN = 4096 + 128, 64
@@ -162,7 +162,7 @@ SLOT, MARGIN = 4096 + 128, 64
 
 @td.jit
 def put_kernel(ctx, src_ptr, sizes_ptr, SLOT: tl.constexpr, MARGIN: tl.constexpr, BLOCK_WORDS: tl.constexpr):
-    """Program i pushes sizes[i] bytes into slot i of the right neighbour, and waits for what comes from the left."""
+    """Program i puts sizes[i] bytes into slot i of the right neighbor, and waits for the signal of the left one."""
     me, ranks, pid = td.rank(ctx), td.num_ranks(ctx), tl.program_id(0)
     call = td.epoch(ctx) + 1
     right, left = (me + 1) % ranks, (me + ranks - 1) % ranks
@@ -176,7 +176,7 @@ def put_kernel(ctx, src_ptr, sizes_ptr, SLOT: tl.constexpr, MARGIN: tl.constexpr
 
 @td.jit
 def put_one_kernel(ctx, src_ptr, num_bytes, MARGIN: tl.constexpr):
-    """The size is an argument: Triton makes a constant of one, and knows more of a multiple of 16."""
+    """The size is an argument: Triton specializes on 1 and on multiples of 16."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     call = td.epoch(ctx) + 1
     right, left = (me + 1) % ranks, (me + ranks - 1) % ranks
@@ -191,14 +191,14 @@ def random_bytes(n, seed):
     return torch.randint(256, (n,), dtype=torch.uint8, generator=generator).to(device())
 
 
-def arrived(slot, source, size):
-    """The first `size` bytes of source are in the slot, behind the margin, and nothing else was written."""
+def check_arrived(slot, source, size):
+    """Check that the slot holds the first `size` bytes of source after the margin, and is otherwise unchanged."""
     expected = torch.full_like(slot, POISON)
     expected[MARGIN : MARGIN + size] = source[:size]
     assert torch.equal(slot, expected), f"{size} bytes"
 
 
-def puts():
+def check_put():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     left = (rank - 1) % world_size
     count, large = len(PUT_SIZES), 3 * 4096 * 8 + 20
@@ -216,18 +216,18 @@ def puts():
         expected = random_bytes(count * SLOT, seed=10 * block_words + left)
         slots = data(workspace, 0)
         for i, size in enumerate(PUT_SIZES):
-            arrived(slots[i * SLOT : (i + 1) * SLOT], expected[i * SLOT :], size)
+            check_arrived(slots[i * SLOT : (i + 1) * SLOT], expected[i * SLOT :], size)
         assert (data(workspace, 1) == POISON).all()
     for size in (0, 1, 8, 15, 16, 4097, large):
         poison()
         source = random_bytes(large, seed=100 + rank)
         run(workspace, put_one_kernel, 1, source, size, MARGIN=MARGIN)
-        arrived(data(workspace, 0), random_bytes(large, seed=100 + left), size)
+        check_arrived(data(workspace, 0), random_bytes(large, seed=100 + left), size)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_put(world_size):
-    on_ranks(world_size, puts)
+    on_ranks(world_size, check_put)
 
 
 # ---- signals ----
@@ -235,7 +235,7 @@ def test_put(world_size):
 
 @td.jit
 def signals_kernel(ctx, seen_ptr, OP: tl.constexpr, SCOPE: tl.constexpr, FOR_TMA: tl.constexpr):
-    """The first 3 W programs raise a signal of each peer, the last one waits for all that peers raise here."""
+    """The first 3 W programs set or add to a signal of each peer; the last program waits for all of this rank's."""
     me, ranks, pid = td.rank(ctx), td.num_ranks(ctx), tl.program_id(0)
     call = td.epoch(ctx) + 1
     if pid < 3 * ranks:
@@ -257,16 +257,16 @@ def signals_kernel(ctx, seen_ptr, OP: tl.constexpr, SCOPE: tl.constexpr, FOR_TMA
     td.finish(ctx)
 
 
-def signals():
+def check_signals():
     scopes = ["sys", "gpu"] if dist.get_world_size() == 1 else ["sys"]  # "gpu" is for a producer on the same GPU
     for scope in scopes:
         for op in ("set", "add"):
-            with a_group() as group:  # whose signals are all zero
-                signals_arrive(op, scope, prepared("signals", half_signals=3 * dist.get_world_size(), group=group))
+            with a_group() as group:  # its signals are zero
+                check_signals_of(op, scope, prepared("signals", half_signals=3 * dist.get_world_size(), group=group))
                 del group
 
 
-def signals_arrive(op, scope, workspace):
+def check_signals_of(op, scope, workspace):
     world_size = workspace.world_size
     for call in (1, 2, 3):
         seen = words(3 * world_size + 1)
@@ -276,7 +276,7 @@ def signals_arrive(op, scope, workspace):
         else:
             expected = [call * 3 * world_size * (world_size + 1) // 2]
         assert seen.tolist() == expected + [-1] * (3 * world_size + 1 - len(expected)), f"{op} {scope} {call=}"
-        for i, value in enumerate(expected):  # as the host sees it, on every rank
+        for i, value in enumerate(expected):  # read by the host, on every rank
             for peer in range(world_size):
                 assert workspace.signal_word(peer, i).view(torch.int64).item() == value
         workspace.buffer.barrier()
@@ -284,12 +284,12 @@ def signals_arrive(op, scope, workspace):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_notify_and_wait(world_size):
-    on_ranks(world_size, signals)
+    on_ranks(world_size, check_signals)
 
 
 @td.jit
 def chain_kernel(ctx, values_ptr, ADD: tl.constexpr):
-    """Program p waits for program p - 1 and adds one to what that has left."""
+    """Program p waits for program p - 1 and adds one to the value that it stored."""
     me, pid = td.rank(ctx), tl.program_id(0)
     call = td.epoch(ctx) + 1
     address = values_ptr.to(tl.int64)
@@ -306,7 +306,7 @@ def chain_kernel(ctx, values_ptr, ADD: tl.constexpr):
     td.finish(ctx)
 
 
-def chains_programs():
+def check_chain():
     for add in (False, True):
         workspace = prepared(f"chain {add}", num_flags=40)
         for call in range(3):
@@ -317,33 +317,33 @@ def chains_programs():
 
 
 def test_flags_between_programs():
-    on_ranks(2, chains_programs)
+    on_ranks(2, check_chain)
 
 
-# ---- peers that do not come ----
+# ---- missing peers ----
 
 
 @td.jit
 def missing_kernel(ctx, out_ptr, half, index, reached, expected, peer):
-    """The signal is raised to `reached` by ourselves; all programs wait for `expected`, which never comes."""
+    """This rank sets the signal to `reached`; all programs wait for `expected`, which is never set."""
     me, pid = td.rank(ctx), tl.program_id(0)
     if pid == 0:
         td.notify(ctx, td.signal_at(ctx, half, index), me, reached + tl.full((), 0, tl.int64))
-    seen = td.wait(ctx, td.signal_at(ctx, half, index), reached, me)  # producer: our program 0
+    seen = td.wait(ctx, td.signal_at(ctx, half, index), reached, me)  # producer: program 0 of this rank
     tl.store(out_ptr + 2 * pid, seen)
     seen = td.wait(ctx, td.signal_at(ctx, half, index), expected, peer)  # producer: none
     tl.store(out_ptr + 2 * pid + 1, seen)
     td.finish(ctx)
 
 
-def misses_a_signal(half, index, reached, expected):
+def wait_for_missing_signal(half, index, reached, expected):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     peer = (rank + 1) % world_size
     with a_group() as group:
-        good = prepared("good")  # of another group
+        good = prepared("good")  # in another group
         other = prepared("other", group=group)
         workspace = prepared("missing", half_signals=200, group=group)
-        # With a peer's signal there before, nothing is missing; this compiles, too.
+        # With a reached signal nothing is missing; this launch also compiles the kernel.
         run(workspace, missing_kernel, 2, words(4), half, index, reached - 1, reached - 2, peer)
         run(good, epoch_kernel, 2, words(2))
         tdkernels.set_timeout(TIMEOUT_S)
@@ -351,15 +351,15 @@ def misses_a_signal(half, index, reached, expected):
         start = time.monotonic()
         error = error_of(launch, workspace, missing_kernel, 10, out, half, index, reached, expected, peer)
         took = time.monotonic() - start
-        assert 0.9 * TIMEOUT_S < took < 5 * TIMEOUT_S, f"programs wait together, not in turn: {took}"
+        assert 0.9 * TIMEOUT_S < took < 5 * TIMEOUT_S, f"programs wait concurrently, not in turn: {took}"
         assert type(error) is PeerTimeoutError
         assert (error.operator, error.rank, error.peer) == ("missing", rank, peer)
         assert (error.expected, error.seen, error.timeout_s) == (expected, reached, TIMEOUT_S)
         assert error.signal == f"{index} of half {half}"
         text = f"missing: rank {rank} waited 1.5 s for rank {peer}: signal {index} of half {half} should have reached"
         assert str(error).startswith(text) and f"epoch {expected}, it stands at {reached}" in str(error)
-        assert out.tolist() == [reached] * 20, "the kernel has run to its end"
-        # The group stays broken, with the same error and without waiting, on whatever workspace; another does not.
+        assert out.tolist() == [reached] * 20, "the kernel must run to its end"
+        # The group stays broken in all its workspaces, with the same error and without waiting; other groups do not.
         start = time.monotonic()
         for again in (
             error_of(launch, workspace, missing_kernel, 10, out, half, index, reached, reached, peer),
@@ -373,12 +373,12 @@ def misses_a_signal(half, index, reached, expected):
         tdkernels.set_timeout(None)
         good.buffer.barrier()
         del group
-    tdkernels.synchronize()  # with its group, the error is gone
+    tdkernels.synchronize()  # the error is gone with its group
 
 
-def test_wait_is_bounded():
-    on_ranks(2, misses_a_signal, half=1, index=3, reached=5, expected=7)
-    on_ranks(3, misses_a_signal, half=0, index=150, reached=(1 << 33) + 1, expected=(1 << 33) + 2)
+def test_wait_times_out():
+    on_ranks(2, wait_for_missing_signal, half=1, index=3, reached=5, expected=7)
+    on_ranks(3, wait_for_missing_signal, half=0, index=150, reached=(1 << 33) + 1, expected=(1 << 33) + 2)
 
 
 @td.jit
@@ -387,13 +387,13 @@ def missing_flag_kernel(ctx):
     td.finish(ctx)
 
 
-def misses_a_flag():
+def wait_for_missing_flag():
     with a_group() as group:
         workspace = prepared("missing flag", num_flags=2, group=group)
         tdkernels.set_timeout(0.3)
         start = time.monotonic()
         error = error_of(launch, workspace, missing_flag_kernel, 1)
-        assert time.monotonic() - start > 1.0, "a program that waits for peers gives up before one that waits for it"
+        assert time.monotonic() - start > 1.0, "a wait for a peer must time out before a wait for another program"
         assert type(error) is PeerTimeoutError
         assert (error.rank, error.peer, error.expected, error.seen) == (0, 0, 1, 0)
         assert error.signal == "between programs of this rank"
@@ -401,13 +401,13 @@ def misses_a_flag():
         del group
 
 
-def test_wait_for_a_flag_is_bounded():
-    on_ranks(1, misses_a_flag)
+def test_wait_for_a_flag_times_out():
+    on_ranks(1, wait_for_missing_flag)
 
 
 @td.jit
 def indirect_kernel(ctx, peer, later_ns):
-    """Program 0 waits for program 1, which begins later to wait for a peer."""
+    """Program 0 waits for program 1, which later starts to wait for a peer."""
     pid = tl.program_id(0)
     if pid == 0:
         td.wait(ctx, td.flag_at(ctx, 0), 1, td.rank(ctx), "gpu")  # producer: program 1
@@ -421,7 +421,7 @@ def indirect_kernel(ctx, peer, later_ns):
     td.finish(ctx)
 
 
-def misses_a_peer_indirectly():
+def wait_for_missing_peer_indirectly():
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     with a_group() as group:
         workspace = prepared("indirect", num_flags=1, half_signals=1, group=group)
@@ -431,9 +431,9 @@ def misses_a_peer_indirectly():
         del group
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="programs that run at the same time")
-def test_who_is_missing_is_known_by_the_one_that_waits_for_a_peer():
-    on_ranks(2, misses_a_peer_indirectly)
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs programs that run concurrently")
+def test_error_of_an_indirect_wait_names_the_peer():
+    on_ranks(2, wait_for_missing_peer_indirectly)
 
 
 # ---- plans ----
@@ -441,7 +441,7 @@ def test_who_is_missing_is_known_by_the_one_that_waits_for_a_peer():
 
 @td.jit
 def plan_kernel(ctx, seen_ptr, sent, expected):
-    """Send `sent` to the right neighbour, wait for `expected` from the left one; both are call << 16 | plan."""
+    """Send `sent` to the right neighbor, wait for `expected` from the left one; both are call << 16 | plan."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     right, left = (me + 1) % ranks, (me + ranks - 1) % ranks
     td.notify(ctx, td.signal_at(ctx, 0, 2), right, sent + tl.full((), 0, tl.int64))  # waiter: right
@@ -454,8 +454,8 @@ def signal_value(call, plan):
     return call << 16 | plan
 
 
-def follows_plans(case):
-    """Rank 1 sends something else than the others, who all send call 4 by plan 0."""
+def check_plans(case):
+    """Rank 1 sends another signal than the other ranks, which all send call 4 with plan 0."""
     rank = dist.get_rank()
     left = (rank - 1) % dist.get_world_size()
     with a_group() as group:
@@ -467,12 +467,12 @@ def follows_plans(case):
             run(workspace, plan_kernel, 1, seen, signal_value(call, plan), signal_value(call, plan))
             assert seen.item() == signal_value(call, plan)
         tdkernels.set_timeout(TIMEOUT_S)
-        otherwise = {"ahead": signal_value(5, 1), "other plan": signal_value(4, 1), "late": signal_value(3, 0)}[case]
-        sent = {r: otherwise if r == 1 else signal_value(4, 0) for r in range(dist.get_world_size())}
+        other = {"ahead": signal_value(5, 1), "other plan": signal_value(4, 1), "late": signal_value(3, 0)}[case]
+        sent = {r: other if r == 1 else signal_value(4, 0) for r in range(dist.get_world_size())}
         expected = signal_value(4, 0)
         error = error_of(launch, workspace, plan_kernel, 1, seen, sent[rank], expected)
         assert seen.item() == sent[left]
-        if left != 1 or case == "ahead":  # a peer may be further on, by whatever plan
+        if left != 1 or case == "ahead":  # a peer may be ahead, with any plan
             assert error is None
         elif case == "other plan":
             assert type(error) is PlanMismatchError
@@ -493,10 +493,10 @@ def follows_plans(case):
 
 def test_wait_plan():
     for case in ("ahead", "other plan", "late"):
-        on_ranks(3, follows_plans, case)
+        on_ranks(3, check_plans, case)
 
 
-# ---- arithmetic ----
+# ---- conversions, dot and prefetch ----
 
 
 @td.jit
@@ -528,7 +528,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 def same_bits(result, expected):
-    """But for the bits of a NaN, of which there are many."""
+    """Compare bits, except the payload of NaNs."""
     assert result.dtype == expected.dtype
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(0.0), expected.nan_to_num(0.0))
@@ -537,7 +537,7 @@ def same_bits(result, expected):
 
 
 def floats_to_round():
-    """Every bf16 and every fp16 number, the middles between neighbours and what lies beside those; random bits."""
+    """Return every bf16 and fp16 number, the midpoints between neighbors and their neighbors, and random bits."""
     everything = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     bf16 = everything.view(torch.bfloat16).float().view(torch.int32)
     fp16 = everything.view(torch.float16).float().view(torch.int32)
@@ -548,7 +548,7 @@ def floats_to_round():
     return torch.cat(bits).view(torch.float32)
 
 
-def converts():
+def check_conversions():
     block = 1 << 13
     x = floats_to_round()
     assert x.numel() % block == 0
@@ -564,12 +564,12 @@ def converts():
         same_bits(y.cpu(), x.float())
 
 
-def test_conversions_are_those_of_torch():
-    on_ranks(1, converts)
+def test_conversions_equal_torch():
+    on_ranks(1, check_conversions)
 
 
-def multiplies():
-    """Integers that the dtype just holds, so that every order of sums gives the same bits, and TF32 would not."""
+def check_dot():
+    """The integers are just exact in the dtype, so every order of summation gives the same bits, and TF32 does not."""
     m, n, k = 32, 16, 96
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 1 << 15)):
@@ -589,7 +589,7 @@ def prefetch_kernel(x_ptr, y_ptr, width, num_bytes, ROWS: tl.constexpr, COLUMNS:
     tl.store(y_ptr + offs, tl.load(x_ptr + offs))
 
 
-def prefetches(sizes):
+def check_prefetch(sizes):
     x = torch.randn(16, 64, device=device())
     for num_bytes in sizes:
         y = torch.full_like(x, torch.nan)
@@ -597,12 +597,12 @@ def prefetches(sizes):
         assert torch.equal(x, y)
 
 
-def test_a_prefetch_changes_nothing():
-    """Whatever it is asked for: nothing, less than nothing, odd numbers of bytes."""
+def test_prefetch_changes_nothing():
+    """Prefetch zero, negative and odd numbers of bytes."""
     if DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("it is for sm_90 on")
-    on_ranks(1, prefetches, [256, 16, 40, 8, 0, -2048])
+        pytest.skip("needs sm_90 or later")
+    on_ranks(1, check_prefetch, [256, 16, 40, 8, 0, -2048])
 
 
 def test_dot():
-    on_ranks(1, multiplies)
+    on_ranks(1, check_dot)

@@ -1,4 +1,4 @@
-"""The words that take the network: what arrives, in which order, and what an operator may not rely on."""
+"""Network primitives: delivery, ordering, and missing fences, on the emulated network and on NVSHMEM."""
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ WORDS = 128
 def exchange_kernel(
     ctx, out_ptr, num_bytes, seed, HOW: tl.constexpr, WAITS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Send numbers made of our rank and the seed to the same rank of each other node, and keep what comes from there.
+    """Send numbers derived from rank and seed to the same local rank of each other node, and store the received ones.
 
-    The buffer has a part to send from and one for each source.
+    The buffer has a slot to send from and one for each source.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -57,8 +57,8 @@ def exchange_kernel(
     td.finish(ctx)
 
 
-def _wrong(local_world_size, how, waits):
-    """The seeds by which something else has arrived than was sent."""
+def _failing_seeds(local_world_size, how, waits):
+    """Return the seeds for which a rank received other data than was sent."""
     wrong = []
     with a_group_on_nodes(local_world_size) as group:
         world_size, rank = group.size(), dist.get_rank(group)
@@ -84,46 +84,46 @@ def _wrong(local_world_size, how, waits):
 
 @pytest.mark.parametrize("how", ["put_signal", "fence"])
 @pytest.mark.parametrize("world_size, local_world_size", [(2, 1), (4, 2)])
-def test_a_signal_comes_after_the_data(world_size, local_world_size, how):
-    assert on_ranks(world_size, _wrong, local_world_size, how, "nothing") == [[]] * world_size
+def test_signal_arrives_after_the_data(world_size, local_world_size, how):
+    assert on_ranks(world_size, _failing_seeds, local_world_size, how, "nothing") == [[]] * world_size
 
 
-def test_what_was_put_may_be_overwritten_after_quiet():
-    assert on_ranks(2, _wrong, 1, "put_signal", "quiet") == [[], []]
+def test_source_may_be_overwritten_after_quiet():
+    assert on_ranks(2, _failing_seeds, 1, "put_signal", "quiet") == [[], []]
 
 
 pytestmark = needs_gpus
-emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of one machine may keep an order by themselves")
+emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of one machine may preserve the order anyway")
 
 
 @emulated_only
 @pytest.mark.parametrize(
-    "how, waits", [("no fence", "nothing"), ("put_signal", "overwrites at once")], ids=["no fence", "no quiet"]
+    "how, waits", [("no fence", "nothing"), ("put_signal", "overwrites without quiet")], ids=["no fence", "no quiet"]
 )
-def test_the_emulated_network_finds_what_is_missing(how, waits):
-    for wrong in on_ranks(2, _wrong, 1, how, waits):
+def test_emulated_network_reveals_missing_fence_and_quiet(how, waits):
+    for wrong in on_ranks(2, _failing_seeds, 1, how, waits):
         assert len(wrong) > SEEDS // 10
 
 
 @td.jit(network=True)
-def signal_kernel(ctx, peer, to_whom, FAILS: tl.constexpr, CHECK_FAILED: tl.constexpr):
-    """Raise two signals at a peer, each by another word, perhaps after a wait of ours has given up."""
+def signal_kernel(ctx, peer, target, FAILS: tl.constexpr, CHECK_FAILED: tl.constexpr):
+    """Set two signals on a peer, by ``signal`` and ``put_signal``, optionally after a failed wait."""
     me = td.rank(ctx)
     if FAILS:
         if me == 0:
             td.wait(ctx, td.signal_at(ctx, 0, 2), 1, peer)
     if me == 0:
-        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 16, to_whom, CHECK_FAILED=CHECK_FAILED)
+        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 16, target, CHECK_FAILED=CHECK_FAILED)
         td.put_signal(
-            ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 16, to_whom,
+            ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 16, target,
             CHECK_FAILED=CHECK_FAILED,
         )
         td.quiet(ctx)
     td.finish(ctx)
 
 
-def _signals(fails, passes_on, to_whom):
-    """Rank 1's first two signals after ``signal_kernel``, and what the others' kernels found."""
+def _signals(fails, check_failed, target):
+    """Return rank 1's first two signals after ``signal_kernel``, and the peer that the error names or None."""
     with a_group_on_nodes(1) as group:
         workspace = get_workspace(group, device(), "signals", across_nodes=True)
         workspace.prepare("signals", {}, 64, 4)
@@ -131,7 +131,7 @@ def _signals(fails, passes_on, to_whom):
         error = None
         try:
             workspace.before_launch()
-            signal_kernel[(1,)](workspace.ctx, 1, to_whom, FAILS=fails, CHECK_FAILED=passes_on)
+            signal_kernel[(1,)](workspace.ctx, 1, target, FAILS=fails, CHECK_FAILED=check_failed)
             workspace.after_launch()
             tdkernels.synchronize()
         except PeerTimeoutError as caught:
@@ -143,16 +143,16 @@ def _signals(fails, passes_on, to_whom):
         return words, error
 
 
-@pytest.mark.parametrize("passes_on", [False, True])
-def test_signals_arrive(passes_on):
-    assert on_ranks(2, _signals, False, passes_on, 1) == [([0, 0], None), ([5 << 16, 6 << 16], None)]
+@pytest.mark.parametrize("check_failed", [False, True])
+def test_signals_arrive(check_failed):
+    assert on_ranks(2, _signals, False, check_failed, 1) == [([0, 0], None), ([5 << 16, 6 << 16], None)]
 
 
-def test_to_oneself():
+def test_signals_to_own_rank():
     assert on_ranks(2, _signals, False, True, 0) == [([5 << 16, 6 << 16], None), ([0, 0], None)]
 
 
-def test_a_rank_that_gave_up_passes_nothing_on():
+def test_no_signals_after_a_failed_wait():
     assert on_ranks(2, _signals, True, True, 1) == [([0, 0], 1), ([0, 0], None)]
 
 
@@ -162,7 +162,7 @@ def waiting_kernel(ctx, peer):
     td.finish(ctx)
 
 
-def _waits_in_vain():
+def _wait_for_missing_put():
     with a_group_on_nodes(1) as group:
         workspace = get_workspace(group, device(), "waiting", across_nodes=True)
         workspace.prepare("waiting", {}, 8, 1)
@@ -178,16 +178,16 @@ def _waits_in_vain():
             tdkernels.set_timeout(None)
 
 
-def test_a_wait_for_the_network_is_bounded():
-    assert on_ranks(2, _waits_in_vain) == [1, 0]
+def test_await_put_times_out():
+    assert on_ranks(2, _wait_for_missing_put) == [1, 0]
 
 
-# ---- who is where ----
+# ---- topology ----
 
 
-def _seen(local_world_size, ranks=None):
+def _reachable_peers(local_world_size, ranks=None):
     if ranks is not None:
-        _seen(local_world_size)  # the library of GPUs wants all ranks first
+        _reachable_peers(local_world_size)  # NVSHMEM must be initialized by all ranks first
     with a_group_on_nodes(local_world_size, ranks) as group:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             return None
@@ -195,38 +195,38 @@ def _seen(local_world_size, ranks=None):
         workspace = get_workspace(group, device(), "seen", across_nodes=True)
         workspace.prepare("seen", {}, 8, 1)
         buffer = workspace.buffer
-        reached = [address != 0 for address in buffer.addresses]
-        for peer, there in enumerate(reached):
-            if there:
+        reachable = [address != 0 for address in buffer.addresses]
+        for peer, is_reachable in enumerate(reachable):
+            if is_reachable:
                 buffer.tensor(peer)
             else:
                 with pytest.raises(ValueError, match=f"peer {peer} is on another node than rank {buffer.rank}"):
                     buffer.tensor(peer)
-        return topology.num_nodes, topology.node_rank, topology.local_rank, reached
+        return topology.num_nodes, topology.node_rank, topology.local_rank, reachable
 
 
-def test_addresses_of_other_nodes_are_withheld():
-    assert on_ranks(4, _seen, 2) == [
+def test_no_addresses_of_other_nodes():
+    assert on_ranks(4, _reachable_peers, 2) == [
         (2, 0, 0, [True, True, False, False]), (2, 0, 1, [True, True, False, False]),
         (2, 1, 0, [False, False, True, True]), (2, 1, 1, [False, False, True, True]),
     ]
 
 
-def test_a_group_with_one_rank_a_node():
-    assert on_ranks(4, _seen, 2, [1, 2]) == [None, (2, 0, 0, [True, False]), (2, 1, 0, [False, True]), None]
+def test_group_with_one_rank_per_node():
+    assert on_ranks(4, _reachable_peers, 2, [1, 2]) == [None, (2, 0, 0, [True, False]), (2, 1, 0, [False, True]), None]
 
 
-def test_uneven_nodes_count_as_one_a_rank():
-    seen = on_ranks(3, _seen, 2)
+def test_uneven_nodes_become_one_node_per_rank():
+    seen = on_ranks(3, _reachable_peers, 2)
     assert seen == [(3, rank, 0, [peer == rank for peer in range(3)]) for rank in range(3)]
 
 
-def _on_one_node_only():
+def _prepare_single_node_workspace():
     with a_group_on_nodes(1) as group:
         message = "plain: runs on one node, and the group's 2 ranks are on 2 nodes of 1"
         with pytest.raises(NotImplementedError, match=message):
             get_workspace(group, device(), "plain")
 
 
-def test_a_kernel_that_knows_of_no_nodes_is_refused():
-    on_ranks(2, _on_one_node_only)
+def test_single_node_workspace_is_rejected_across_nodes():
+    on_ranks(2, _prepare_single_node_workspace)

@@ -1,4 +1,4 @@
-"""What EPMoE and TPMoE are asked, as functions that every rank runs. test_moe.py asks."""
+"""Test bodies for EPMoE and TPMoE. Every rank runs them; test_moe.py starts them."""
 
 import copy
 import re
@@ -14,15 +14,15 @@ from tests.support.moe_oracle import mixture
 from tests.support.ranks import device
 
 KINDS = {"EPMoE": EPMoE, "TPMoE": TPMoE}
-E, K, H, I = 6, 2, 16, 12  # each divisible by 1, 2 and 3 ranks where it has to be
+E, K, H, I = 6, 2, 16, 12  # E and I are divisible by 1, 2 and 3 ranks
 GATE = "gate.weight"
 
 
-# ---- whole weights, and a rank's part of them ----
+# ---- whole weights and shards ----
 
 
 def whole_weights(dtype=torch.float32, seed=0):
-    """A checkpoint's block in the fused layout, the same on every rank."""
+    """Return the weights of a block in the fused checkpoint layout, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {GATE: (E, H), "experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -30,7 +30,7 @@ def whole_weights(dtype=torch.float32, seed=0):
 
 
 def in_layout(whole, layout):
-    """Names and halves written out once more, by hand."""
+    """Return ``whole`` in another checkpoint layout. Names and splits are written out independently of the library."""
     if layout == "fused":
         return dict(whole)
     gate, up, down = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}[layout]
@@ -42,12 +42,12 @@ def in_layout(whole, layout):
     return state
 
 
-def part_of(kind, gate_up, down):
-    """This rank's w_gate_up and w_down of whole ones."""
+def shard_of(kind, gate_up, down):
+    """Return this rank's shards (w_gate_up, w_down) of whole weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if kind == "EPMoE":
         return gate_up.chunk(world_size)[rank], down.chunk(world_size)[rank]
-    gate, up = (half.chunk(world_size, dim=1)[rank] for half in gate_up.chunk(2, dim=1))
+    gate, up = (weight.chunk(world_size, dim=1)[rank] for weight in gate_up.chunk(2, dim=1))
     return torch.cat([gate, up], dim=1), down.chunk(world_size, dim=2)[rank]
 
 
@@ -56,11 +56,11 @@ def make(kind, **options):
     return KINDS[kind](gate, I, device=device(), **options)
 
 
-# ---- what it computes ----
+# ---- forward and gradients ----
 
 
 def computes(kind):
-    """Forward and every gradient against the layer that is not divided, of weights that were loaded whole."""
+    """Compare forward and all gradients with the unsharded layer, after loading whole weights."""
     module = make(kind)
     whole = whole_weights()
     module.load_state_dict(whole)
@@ -75,22 +75,22 @@ def computes(kind):
     y.backward(all_dy[mine].to(device()).view(y.shape))
     tdkernels.synchronize()
 
-    exact, low = (undivided(whole, all_x, all_dy, dtype) for dtype in (torch.double, torch.float32))
+    exact, low = (unsharded(whole, all_x, all_dy, dtype) for dtype in (torch.double, torch.float32))
     got = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1)}
     for name, value in got.items():
         compare(f"{name} of {kind}", value, exact[name][mine], low[name][mine])
     gate = module.gate.weight.grad
-    if dist.get_world_size() > 1:  # each rank has that of its own tokens
+    if dist.get_world_size() > 1:  # each rank has the gradient from its own tokens
         dist.all_reduce(gate)
     assert_close(f"dgate of {kind}", gate, exact["gate"], low["gate"])
-    parts = [part_of(kind, of["gate_up"], of["down"]) for of in (exact, low)]
+    parts = [shard_of(kind, results["gate_up"], results["down"]) for results in (exact, low)]
     for name, number in (("w_gate_up", 0), ("w_down", 1)):
         value = getattr(module, name).grad
         compare(f"d{name} of {kind}", value, parts[0][number], parts[1][number])
 
 
-def undivided(whole, x, dy, dtype):
-    """y and gradients of the router and the experts that all ranks' tokens have in common."""
+def unsharded(whole, x, dy, dtype):
+    """Return y and all gradients of the unsharded router and experts for the tokens of all ranks."""
     x, gate, gate_up, down = (tensor.to(dtype).requires_grad_() for tensor in (x.clone(), *whole_copies(whole)))
     scores = torch.softmax(x @ gate.t(), -1)
     weights, ids = torch.topk(scores, K)
@@ -104,7 +104,7 @@ def whole_copies(whole):
 
 
 def compare(name, got, exact, low):
-    """``assert_close`` of all ranks' parts together."""
+    """Call ``assert_close`` on the concatenated shards of all ranks."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, [part.detach().cpu().flatten() for part in (got, exact, low)])
     assert_close(name, *(torch.cat(of_ranks) for of_ranks in zip(*parts, strict=True)))
@@ -113,10 +113,10 @@ def compare(name, got, exact, low):
 # ---- checkpoints ----
 
 
-def takes_and_gives_checkpoints(kind):
-    """Whole weights in any layout, a rank's own, and these again in any layout, to the bit; also within a model."""
+def loads_and_saves_checkpoints(kind):
+    """Load and save whole weights in each layout, and sharded weights, bitwise; also as a submodule of a model."""
     whole = whole_weights(seed=2)
-    gate_up, down = part_of(kind, whole["experts.gate_up_proj"], whole["experts.down_proj"])
+    gate_up, down = shard_of(kind, whole["experts.gate_up_proj"], whole["experts.down_proj"])
     for layout in ("fused", "qwen3_moe", "mixtral"):
         module = make(kind)
         module.load_state_dict(in_layout(whole, layout))
@@ -126,34 +126,34 @@ def takes_and_gives_checkpoints(kind):
         again.load_state_dict(module.state_dict())
         assert {*module.state_dict()} == {GATE, "w_gate_up", "w_down"}
         model = torch.nn.ModuleDict({"norm": torch.nn.Linear(2, 2), "mlp": again})
-        given = full_state_dict(model, layout)
+        saved = full_state_dict(model, layout)
         expected = {"mlp." + name: weight for name, weight in in_layout(whole, layout).items()}
-        assert {*given} == {*expected, "norm.weight", "norm.bias"}
+        assert {*saved} == {*expected, "norm.weight", "norm.bias"}
         for name, weight in expected.items():
-            assert torch.equal(given[name].cpu(), weight), name
+            assert torch.equal(saved[name].cpu(), weight), name
         model["mlp"] = make(kind)
-        model.load_state_dict(given)
+        model.load_state_dict(saved)
         assert torch.equal(model["mlp"].w_down.detach().cpu(), down), layout
         assert {*full_state_dict(again, layout)} == {*in_layout(whole, layout)}
     with pytest.raises(ValueError, match="layout must be one of .*, not 'gguf'"):
         full_state_dict(model, "gguf")
 
 
-def takes_its_own_experts_only():
-    """EPMoE needs no more of a checkpoint than its own experts."""
+def loads_own_experts_only():
+    """EPMoE loads a checkpoint that contains only the experts of its rank."""
     module = make("EPMoE")
     state = in_layout(whole_weights(), "qwen3_moe")
-    own = {
+    own_experts = {
         name: weight for name, weight in state.items()
         if name == GATE or int(name.split(".")[1]) in module.shard.experts
     }
-    module.load_state_dict(own)
-    _, down = part_of("EPMoE", *whole_copies(whole_weights())[1:])
+    module.load_state_dict(own_experts)
+    _, down = shard_of("EPMoE", *whole_copies(whole_weights())[1:])
     assert torch.equal(module.w_down.detach().cpu(), down)
 
 
-def is_copied():
-    """With weights of its own, which load as the others do, and for the same group."""
+def copies_module():
+    """A deep copy has separate weights, loads checkpoints, and uses the same group."""
     module = make("EPMoE")
     other = copy.deepcopy(torch.nn.Sequential(module))[0]
     before = module.w_down.detach().clone()
@@ -162,8 +162,8 @@ def is_copied():
     assert other.group is module.group
 
 
-def refuses_checkpoints(kind):
-    """What is missing, of another size or for other experts is named, and nothing of the experts is changed."""
+def rejects_invalid_checkpoints(kind):
+    """Errors name missing keys, wrong sizes and wrong experts, and the weights of the experts stay unchanged."""
     module = make(kind)
     before = module.w_gate_up.detach().clone()
     first = module.shard.experts.start
@@ -172,14 +172,14 @@ def refuses_checkpoints(kind):
     missing = {name: weight for name, weight in right.items() if name != down}
     wider = {name: torch.cat([weight, weight], dim=0 if "down" not in name else 1) for name, weight in right.items()}
     fused = whole_weights()
-    for state, words in (
+    for state, message in (
         (missing, rf'Missing key\(s\) in state_dict: "experts.{first} \(down\)"\.'),
         (right | {up: right[up][:-1]}, rf"size mismatch for {re.escape(up)}: up .* \[11, 16\] .*, \[12, 16\] in"),
         (wider | {GATE: right[GATE]}, r"size mismatch for experts.\d.gate_proj.weight: gate .* \[24, 16\] in"),
         (fused | {name: torch.cat([w, w]) for name, w in fused.items() if name != GATE}, f"has {E} experts"),
         ({GATE: right[GATE]}, 'Missing key.*"w_gate_up", "w_down"'),
     ):
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=message):
             module.load_state_dict(state)
         assert torch.equal(module.w_gate_up.detach(), before)
     for name in (f"experts.{E}.up_proj.weight", up + "_scale_inv"):
@@ -189,11 +189,11 @@ def refuses_checkpoints(kind):
     assert missing_keys == [f"experts.{first} (down)"]
 
 
-# ---- the rest ----
+# ---- initialization, options and balancing ----
 
 
-def starts_differently_on_each_rank(kind):
-    """Ranks that are seeded alike have the same router and experts of their own."""
+def initializes_experts_per_rank(kind):
+    """Ranks with the same seed get equal routers and different experts."""
     torch.manual_seed(0)
     module = make(kind)
     parts = [None] * dist.get_world_size()
@@ -206,8 +206,8 @@ def starts_differently_on_each_rank(kind):
     assert f"rank {dist.get_rank()} of {len(parts)}" in repr(module)
 
 
-def passes_options_on():
-    """What is said of a call once, when the layer is made."""
+def passes_options():
+    """The module passes its constructor options to each call, and rejects sizes that are not divisible."""
     calls = []
     module = make("EPMoE", max_tokens=100, max_tokens_per_rank=7, config=tdkernels.EpMoeConfig())
     with pytest.MonkeyPatch.context() as patch:
@@ -220,8 +220,8 @@ def passes_options_on():
         )
     ]
     sizes = {"EPMoE": ("num_experts 7", Router(H, 7, K), I), "TPMoE": ("intermediate 13", Router(H, E, K), 13)}
-    for kind, (words, gate, intermediate) in sizes.items():
-        with pytest.raises(ValueError, match=f"{kind}: {words} must be divisible by the group's 2 ranks"):
+    for kind, (size, gate, intermediate) in sizes.items():
+        with pytest.raises(ValueError, match=f"{kind}: {size} must be divisible by the group's 2 ranks"):
             KINDS[kind](gate, intermediate)
     with pytest.raises(ValueError, match="Linear is none of .*Mixtral"):
         EPMoE.from_hf(torch.nn.Linear(2, 2))
@@ -229,8 +229,8 @@ def passes_options_on():
         replace_moe(torch.nn.Sequential(torch.nn.Linear(2, 2)), TPMoE)
 
 
-def balances():
-    """The bias of what is chosen too often goes down on every rank; weights are those of the scores alone."""
+def balances_router():
+    """``balance`` lowers the bias of overloaded experts on every rank; weights depend only on the scores."""
     torch.manual_seed(0)
     gate = Router(H, 4, 2, scores="sigmoid", scale=2.5, balanced=True, device=device())
     x = torch.randn(8, H, device=device())
@@ -240,11 +240,11 @@ def balances():
     scores = torch.sigmoid(x @ gate.weight.t())[:, [0, 3]]
     expected = 2.5 * scores / scores.sum(1, keepdim=True)
     torch.testing.assert_close(weights, torch.where(ids == 0, expected[:, :1], expected[:, 1:]))
-    gate.eval()(x)  # which counts nothing
+    gate.eval()(x)  # does not count in eval mode
     assert gate.choices.tolist() == [8, 0, 0, 8]
     if dist.get_rank() == 0:
         gate.choices[1] += 100
     gate.balance(0.5)
-    more = [9.5, -0.5, -8.5, 5.5] if dist.get_world_size() == 2 else None
-    assert gate.e_score_correction_bias.tolist() == more and not gate.choices.any()
+    balanced = [9.5, -0.5, -8.5, 5.5] if dist.get_world_size() == 2 else None
+    assert gate.e_score_correction_bias.tolist() == balanced and not gate.choices.any()
     assert {*gate.state_dict()} == {"weight", "e_score_correction_bias"}

@@ -1,4 +1,4 @@
-"""EPMoE and TPMoE against the layer that is not divided, and their checkpoints."""
+"""EPMoE and TPMoE against the unsharded layer, and their checkpoints."""
 
 import pytest
 import torch
@@ -19,36 +19,36 @@ def test_forward_and_gradients(world_size, kind):
 @each_kind
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpoints(world_size, kind):
-    on_ranks(world_size, moe_modules.takes_and_gives_checkpoints, kind)
+    on_ranks(world_size, moe_modules.loads_and_saves_checkpoints, kind)
 
 
-def test_own_experts_are_enough():
-    on_ranks(2, moe_modules.takes_its_own_experts_only)
+def test_own_experts_suffice():
+    on_ranks(2, moe_modules.loads_own_experts_only)
 
 
 def test_copies():
-    on_ranks(2, moe_modules.is_copied)
+    on_ranks(2, moe_modules.copies_module)
 
 
 @each_kind
-def test_checkpoints_that_do_not_fit(kind):
-    on_ranks(2, moe_modules.refuses_checkpoints, kind)
+def test_invalid_checkpoints(kind):
+    on_ranks(2, moe_modules.rejects_invalid_checkpoints, kind)
 
 
 @each_kind
-def test_first_weights(kind):
-    on_ranks(2, moe_modules.starts_differently_on_each_rank, kind)
+def test_initial_weights(kind):
+    on_ranks(2, moe_modules.initializes_experts_per_rank, kind)
 
 
 def test_options():
-    on_ranks(2, moe_modules.passes_options_on)
+    on_ranks(2, moe_modules.passes_options)
 
 
 def test_router_is_balanced():
-    on_ranks(2, moe_modules.balances)
+    on_ranks(2, moe_modules.balances_router)
 
 
-# ---- the router alone ----
+# ---- router ----
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -65,14 +65,14 @@ def test_router(normalize):
     assert gate.weight.grad.any()
 
 
-def test_router_in_bf16_has_scores_in_fp32():
+def test_bf16_router_has_fp32_scores():
     gate = Router(8, 5, 3, dtype=torch.bfloat16)
     _, weights = gate(torch.randn(6, 8, dtype=torch.bfloat16))
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(1), torch.ones(6))
 
 
-def test_router_that_cannot_be():
+def test_invalid_router():
     with pytest.raises(ValueError, match="scores must be one of .*, not 'tanh'"):
         Router(8, 4, 2, scores="tanh")
     with pytest.raises(ValueError, match="top_k must be from 1 to num_experts = 4, not 5"):

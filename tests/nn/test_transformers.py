@@ -1,6 +1,6 @@
-"""EPMoE and TPMoE in the place of transformers' own MoE blocks: the same numbers, gradients and checkpoints.
+"""EPMoE and TPMoE in place of transformers' MoE blocks: equal outputs, gradients and checkpoints.
 
-transformers is in the extra "models"; without it this is skipped.
+transformers is in the extra "models"; these tests are skipped without it.
 """
 
 import pytest
@@ -10,26 +10,26 @@ from tests.support.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-each = pytest.mark.parametrize("kind, model", [
+each_model = pytest.mark.parametrize("kind, model", [
     ("EPMoE", "qwen3_moe"), ("EPMoE", "mixtral"), ("TPMoE", "qwen3_moe"), ("TPMoE", "mixtral")
 ])
 
 
-@each
+@each_model
 def test_model(kind, model):
-    on_ranks(2, models.computes_the_same, kind, model)
+    on_ranks(2, models.matches_transformers, kind, model)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_block(normalize):
-    on_ranks(2, models.takes_a_block, normalize)
+    on_ranks(2, models.converts_a_block, normalize)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
-def test_files(model, tmp_path):
-    """What transformers writes to disk is loaded, and what is made of it by layers without weights is the same."""
-    on_ranks(2, models.loads_files, model, str(tmp_path))
+def test_safetensors(model, tmp_path):
+    """Files written by transformers load into layers on the meta device, and the saved state dict is the same."""
+    on_ranks(2, models.loads_safetensors, model, str(tmp_path))
 
 
-def test_blocks_that_compute_something_else():
-    on_ranks(1, models.refuses_other_blocks)
+def test_unsupported_blocks():
+    on_ranks(1, models.rejects_unsupported_blocks)

@@ -1,4 +1,4 @@
-"""What models of transformers with our layers in them are asked, as functions that every rank runs."""
+"""Test bodies for transformers models with EPMoE and TPMoE layers. Every rank runs them."""
 
 import copy
 
@@ -8,19 +8,19 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.nn import EPMoE, full_state_dict, replace_moe
-from tests.nn.moe_modules import KINDS, compare, part_of
+from tests.nn.moe_modules import KINDS, compare, shard_of
 from tests.support.dense_oracle import relative_error
 from tests.support.ranks import device
 
-SEQUENCES, LENGTH, WORDS = 2, 3, 32
+SEQUENCES, LENGTH, VOCABULARY = 2, 3, 32
 SIZES = dict(
-    vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8, max_position_embeddings=16, num_experts_per_tok=2, tie_word_embeddings=False,
 )
 
 
 def config_of(model, **changes):
-    import transformers  # takes seconds, so only where it is needed
+    import transformers  # a slow import
 
     if model == "mixtral":
         return transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4, **changes})
@@ -29,7 +29,7 @@ def config_of(model, **changes):
 
 
 def causal_lm(config):
-    """A small model of random weights, the same on every rank, of which no two experts are alike."""
+    """Return a small model with random weights, the same on every rank; all experts differ."""
     import transformers
 
     kind = {"mixtral": transformers.MixtralForCausalLM, "qwen3_moe": transformers.Qwen3MoeForCausalLM}
@@ -48,43 +48,43 @@ def forward_and_backward(model, ids, d_logits):
     return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def assert_same(name, got, theirs):
-    """Two ways to compute the same in fp32, through two layers. How exact each is, tests/nn/test_moe.py asks."""
-    error = relative_error(got, theirs.double())
+def assert_same(name, got, expected):
+    """Compare two fp32 computations through two layers; tests/nn/test_moe.py tests the accuracy of each layer."""
+    error = relative_error(got, expected.double())
     assert error < 1e-5, f"{name}: {error:.3g}"
 
 
-def computes_the_same(kind, name):
-    """Logits of each rank's sequences, and the gradient of every parameter of all of them."""
+def matches_transformers(kind, name):
+    """Compare logits and the gradients of all parameters with transformers, and the saved state dict."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = causal_lm(config_of(name))
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(WORDS, (world_size, SEQUENCES, LENGTH), generator=generator)
-    d_logits = torch.randn(*ids.shape, WORDS, generator=generator)
-    theirs = forward_and_backward(copy.deepcopy(whole), ids.flatten(0, 1), d_logits.flatten(0, 1))
-    ours = replace_moe(copy.deepcopy(whole), KINDS[kind]).to(device())
-    got = forward_and_backward(ours, ids[rank].to(device()), d_logits[rank].to(device()))
+    ids = torch.randint(VOCABULARY, (world_size, SEQUENCES, LENGTH), generator=generator)
+    d_logits = torch.randn(*ids.shape, VOCABULARY, generator=generator)
+    expected = forward_and_backward(copy.deepcopy(whole), ids.flatten(0, 1), d_logits.flatten(0, 1))
+    sharded = replace_moe(copy.deepcopy(whole), KINDS[kind]).to(device())
+    got = forward_and_backward(sharded, ids[rank].to(device()), d_logits[rank].to(device()))
     tdkernels.synchronize()
     mine = slice(rank * SEQUENCES, (rank + 1) * SEQUENCES)
-    assert_same("logits", got.pop("logits"), theirs.pop("logits")[mine])
+    assert_same("logits", got.pop("logits"), expected.pop("logits")[mine])
     for parameter, gradient in got.items():
         layer, _, last = parameter.rpartition(".")
         if last in ("w_gate_up", "w_down"):
-            parts = part_of(kind, *(theirs[f"{layer}.experts.{weight}"] for weight in ("gate_up_proj", "down_proj")))
-            expected = parts[last == "w_down"]
+            parts = shard_of(kind, *(expected[f"{layer}.experts.{weight}"] for weight in ("gate_up_proj", "down_proj")))
+            reference = parts[last == "w_down"]
         else:
-            dist.all_reduce(gradient)  # each rank has that of its own tokens
-            expected = theirs[parameter]
-        assert_same(f"gradient of {parameter}", gradient, expected)
+            dist.all_reduce(gradient)  # each rank has the gradient from its own tokens
+            reference = expected[parameter]
+        assert_same(f"gradient of {parameter}", gradient, reference)
 
-    given = full_state_dict(ours)
-    assert {*given} == {*whole.state_dict()}
+    saved = full_state_dict(sharded)
+    assert {*saved} == {*whole.state_dict()}
     for parameter, weight in whole.state_dict().items():
-        assert torch.equal(given[parameter].cpu(), weight), parameter
+        assert torch.equal(saved[parameter].cpu(), weight), parameter
 
 
-def takes_a_block(normalize):
-    """One block alone, in bf16: the router's settings and the weights, and about the same numbers."""
+def converts_a_block(normalize):
+    """Convert one block, in bf16, with its router settings and weights, and compare the outputs."""
     config = config_of("qwen3_moe", norm_topk_prob=normalize)
     block = causal_lm(config).to(torch.bfloat16).model.layers[0].mlp.eval()
     module = EPMoE.from_hf(block, max_tokens=64).to(device())
@@ -97,33 +97,33 @@ def takes_a_block(normalize):
     compare("y", y, exact.double(), low)
 
 
-def loads_files(name, folder):
-    """By the names of checkpoints, into a model that was made without memory for whole experts."""
+def loads_safetensors(name, folder):
+    """Load safetensors files by checkpoint names into a model on the meta device, and save it again."""
     from safetensors.torch import load_file
 
     config = config_of(name)
     whole = causal_lm(config)
-    whole.save_pretrained(folder)  # rank 0 does
+    whole.save_pretrained(folder)  # rank 0 writes the files
     dist.barrier()
     files = load_file(f"{folder}/model.safetensors", device=str(device()))
     last = {"mixtral": "w2", "qwen3_moe": "down_proj"}[name]
     assert any(key.endswith(f"experts.0.{last}.weight") for key in files), list(files)
-    # Mixtral's block is called mlp in transformers 5, not in its files.
+    # transformers 5 names Mixtral's block mlp, but its files do not.
     files = {key.replace(".block_sparse_moe.", ".mlp."): weight for key, weight in files.items()}
     with torch.device("meta"):
         empty = type(whole)(config)
-    ours = replace_moe(empty, EPMoE)
-    ours.load_state_dict(files, assign=True)
-    given = full_state_dict(ours, name)
-    assert {*given} == {*files}
+    sharded = replace_moe(empty, EPMoE)
+    sharded.load_state_dict(files, assign=True)
+    saved = full_state_dict(sharded, name)
+    assert {*saved} == {*files}
     for key, weight in files.items():
-        assert torch.equal(given[key], weight), key
+        assert torch.equal(saved[key], weight), key
 
 
-def refuses_other_blocks():
+def rejects_unsupported_blocks():
     mixtral, qwen = (causal_lm(config_of(name)).model.layers[0].mlp for name in ("mixtral", "qwen3_moe"))
     mixtral.jitter_noise = 0.1
     qwen.experts.act_fn = torch.nn.GELU()
-    for block, words in ((mixtral, "has a jitter_noise of 0.1"), (qwen, "must be silu, not GELU")):
-        with pytest.raises(ValueError, match=f"from_hf: .*{words}"):
+    for block, message in ((mixtral, "has a jitter_noise of 0.1"), (qwen, "must be silu, not GELU")):
+        with pytest.raises(ValueError, match=f"from_hf: .*{message}"):
             EPMoE.from_hf(block)

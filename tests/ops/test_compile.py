@@ -1,4 +1,4 @@
-"""torch.compile traces through the operators; torch.library's own checks of an operator pass."""
+"""torch.compile of every operator, and the checks of torch.library.opcheck."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ HIDDEN, INNER = 16, 24
 
 
 class Mlp(nn.Module):
-    """The tensor-parallel MLP of one rank, with biases."""
+    """A tensor-parallel MLP with biases and sharded rows."""
 
     def __init__(self, config=None):
         super().__init__()
@@ -28,8 +28,8 @@ class Mlp(nn.Module):
         return tdkernels.gemm_rs(h, self.down, self.down_bias)
 
 
-class MlpOfAllRows(Mlp):
-    """The same where every rank has all rows."""
+class ReplicatedMlp(Mlp):
+    """A tensor-parallel MLP in which every rank has all rows."""
 
     def forward(self, x):
         h = torch.relu(F.linear(x, self.up, self.up_bias))
@@ -37,7 +37,7 @@ class MlpOfAllRows(Mlp):
 
 
 def _backend():
-    # The CPU's inductor would need a C++ compiler and much time; it sees the operators through the same graph.
+    # On CPU, inductor needs a C++ compiler and is slow. aot_eager traces the same graph.
     return "inductor" if device().type == "cuda" else "aot_eager"
 
 
@@ -50,8 +50,8 @@ def _run(module, x):
     return [y.detach(), *gradients]
 
 
-def _is_close(got, expected):
-    """To the fp32 that it is summed in: on GPUs the compiler's order of sums differs, and what they have may cancel."""
+def _assert_close(got, expected):
+    """Compare with an fp32 tolerance; on GPUs relative to the maximum, since inductor sums in another order."""
     size = expected.abs().max().clamp(min=1).item() if device().type == "cuda" else 1
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * size)
 
@@ -61,17 +61,17 @@ def compiled_equals_eager(mlp, config):
     torch.manual_seed(torch.distributed.get_rank())
     module = mlp(config).to(device())
     compiled = torch.compile(module, fullgraph=True, backend=_backend())
-    for rows in (4, 4, 6):  # the third call meets a shape that was not traced
+    for rows in (4, 4, 6):  # the third call has a shape that was not traced
         x = torch.randn(2, rows, HIDDEN, device=device())
         for got, expected in zip(_run(compiled, x), _run(module, x), strict=True):
-            _is_close(got, expected)
+            _assert_close(got, expected)
         with torch.no_grad():
-            _is_close(compiled(x), module(x))
+            _assert_close(compiled(x), module(x))
     tdkernels.synchronize()
 
 
-class Reduced(nn.Module):
-    """Rows scattered, worked on and gathered, and a sum over ranks beside."""
+class Collectives(nn.Module):
+    """reduce_scatter, an elementwise operation and all_gather, plus an all_reduce."""
 
     def __init__(self, config=None):
         super().__init__()
@@ -84,7 +84,7 @@ class Reduced(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries of the last tokens over a cache that is sharded along the sequence; paged or not."""
+    """flash_decode over a cache that is sharded along the sequence, paged or not."""
 
     def __init__(self, config=None, paged=False):
         super().__init__()
@@ -109,7 +109,7 @@ class PagedDecoder(Decoder):
 
 
 class Attention(nn.Module):
-    """Causal attention over a sharded sequence, with heads of a size that has to be padded on a GPU."""
+    """Causal attention over a sharded sequence, with a head dimension that is padded on a GPU."""
 
     def __init__(self, config=None):
         super().__init__()
@@ -122,8 +122,8 @@ class Attention(nn.Module):
         return o.sin() * lse.unsqueeze(-1)
 
 
-class SlicedExperts(nn.Module):
-    """A router over experts of which every rank has a slice; one choice of each token is dropped."""
+class TensorParallelExperts(nn.Module):
+    """Tensor-parallel experts behind a router; the assignments of one token are dropped."""
 
     activation = "swiglu"
 
@@ -145,12 +145,12 @@ class SlicedExperts(nn.Module):
         return y.view_as(x)
 
 
-class SlicedExpertsOfOneProduct(SlicedExperts):
+class TensorParallelExpertsNoActivation(TensorParallelExperts):
     activation = None
 
 
-class DividedExperts(nn.Module):
-    """The same where each rank has some of the experts, and room for all tokens."""
+class ExpertParallelExperts(nn.Module):
+    """Expert-parallel experts behind a router, with capacity for all tokens."""
 
     quantize = None
 
@@ -173,37 +173,37 @@ class DividedExperts(nn.Module):
         return y.view_as(x)
 
 
-class Mixture(nn.Module):
-    """The modules of tdkernels.nn, one after the other."""
+class MoeModules(nn.Module):
+    """The modules of tdkernels.nn in sequence."""
 
     def __init__(self, config=None):
         super().__init__()
         where = {"device": device(), "dtype": torch.float32}
-        gates = (tdkernels.nn.Router(HIDDEN, 4, 2, **where) for _ in range(2))
-        self.divided = tdkernels.nn.EPMoE(next(gates), INNER, max_tokens_per_rank=24, **where)
-        self.sliced = tdkernels.nn.TPMoE(next(gates), INNER, **where)
+        routers = (tdkernels.nn.Router(HIDDEN, 4, 2, **where) for _ in range(2))
+        self.expert_parallel = tdkernels.nn.EPMoE(next(routers), INNER, max_tokens_per_rank=24, **where)
+        self.tensor_parallel = tdkernels.nn.TPMoE(next(routers), INNER, **where)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
 
     def forward(self, x):
-        return self.sliced(self.divided(x).sin())
+        return self.tensor_parallel(self.expert_parallel(x).sin())
 
 
-class DividedExpertsByCodes(DividedExperts):
+class QuantizedExpertParallelExperts(ExpertParallelExperts):
     quantize = "fp8"
 
 
 def op(name):
-    getattr(tdkernels, name.removesuffix("_backward"))  # imports what registers it
+    getattr(tdkernels, name.removesuffix("_backward"))  # imports the module that registers it
     return getattr(torch.ops.tdkernels, name).default
 
 
 def opcheck(name, *arguments):
-    """Schema, fake implementation and registration, on ranks that make the same calls."""
+    """Run torch.library.opcheck for schema and fake implementation. Collective."""
     torch.library.opcheck(op(name), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def opcheck_products():
+def opcheck_dense():
     group = torch.distributed.group.WORLD.group_name
     ranks = torch.distributed.get_world_size()
     x, dy = torch.randn(ranks * 3, 8, device=device()), torch.randn(ranks * 3, 5, device=device())
@@ -224,19 +224,20 @@ def opcheck_attention():
     o, lse = op("ag_attention")(q, k, v, True, 0.2, "zigzag", group, "")
     opcheck("ag_attention", q, k, v, True, 0.2, "zigzag", group, "")
     opcheck("ag_attention_backward", o, None, q, k, v, o, lse, True, True, False, True, 0.2, "zigzag", group, "")
-    by_parts = as_argument(tdkernels.AgAttentionConfig(method="flash"))
+    pipelined = as_argument(tdkernels.AgAttentionConfig(method="flash"))
     call = [x.bfloat16() for x in (q, k.transpose(1, 2).contiguous().transpose(1, 2), v)]
-    o, lse = op("ag_attention")(*call, True, 0.2, "zigzag", group, by_parts)
-    opcheck("ag_attention", *call, True, 0.2, "zigzag", group, by_parts)
-    opcheck("ag_attention_backward", o, None, *call, o, lse, True, True, True, True, 0.2, "zigzag", group, by_parts)
+    o, lse = op("ag_attention")(*call, True, 0.2, "zigzag", group, pipelined)
+    opcheck("ag_attention", *call, True, 0.2, "zigzag", group, pipelined)
+    opcheck("ag_attention_backward", o, None, *call, o, lse, True, True, True, True, 0.2, "zigzag", group, pipelined)
     q, lens = q[:, :2].contiguous(), torch.tensor([6, 3], dtype=torch.int32, device=device())
-    for by in (group, ""):  # the latter for this rank alone
+    for group_name in (group, ""):  # "": this rank alone
         cache = q, k, v, lens, None
-        o, _, lse = op("flash_decode")(*cache, None, None, 0.2, None, 4, True, by, "")
-        opcheck("flash_decode", *cache, None, None, 0.2, None, 4, True, by, "")
-        opcheck("flash_decode", *cache, None, None, 0.2, 5.0, None, False, by, "")
+        o, _, lse = op("flash_decode")(*cache, None, None, 0.2, None, 4, True, group_name, "")
+        opcheck("flash_decode", *cache, None, None, 0.2, None, 4, True, group_name, "")
+        opcheck("flash_decode", *cache, None, None, 0.2, 5.0, None, False, group_name, "")
         opcheck(
-            "flash_decode_backward", None, torch.ones_like(lse), *cache, o, lse, True, False, True, 0.2, None, 4, by, ""
+            "flash_decode_backward", None, torch.ones_like(lse), *cache, o, lse, True, False, True, 0.2, None, 4,
+            group_name, "",
         )
 
 
@@ -258,36 +259,38 @@ def opcheck_experts():
 
 CASES = {
     "Mlp": (Mlp, None),
-    "Mlp by torch": (Mlp, tdkernels.AgGemmConfig(method="torch")),
-    "MlpOfAllRows": (MlpOfAllRows, None),
-    "MlpOfAllRows, one shot": (MlpOfAllRows, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
-    "Reduced": (Reduced, None),
-    "Reduced, blocks": (Reduced, tdkernels.CollectiveConfig(num_programs=2, block_bytes=1024)),
+    "Mlp, torch": (Mlp, tdkernels.AgGemmConfig(method="torch")),
+    "ReplicatedMlp": (ReplicatedMlp, None),
+    "ReplicatedMlp, one shot": (ReplicatedMlp, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
+    "Collectives": (Collectives, None),
+    "Collectives, blocks": (Collectives, tdkernels.CollectiveConfig(num_programs=2, block_bytes=1024)),
     "Decoder": (Decoder, None),
     "PagedDecoder": (PagedDecoder, tdkernels.FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)),
-    "Decoder by torch": (Decoder, tdkernels.FlashDecodeConfig(method="torch")),
+    "Decoder, torch": (Decoder, tdkernels.FlashDecodeConfig(method="torch")),
     "Attention": (Attention, None),
-    "Attention by torch": (Attention, tdkernels.AgAttentionConfig(method="torch")),
-    "SlicedExperts": (SlicedExperts, None),
-    "SlicedExperts, two stages": (SlicedExperts, tdkernels.MoeTpConfig(chunk_rows=16, stages=2)),
-    "SlicedExperts of one product, by torch": (SlicedExpertsOfOneProduct, tdkernels.MoeTpConfig(method="torch")),
-    "DividedExperts": (DividedExperts, None),
-    "DividedExperts, per expert": (
-        DividedExperts, tdkernels.EpMoeConfig(tdkernels.EpConfig(combine="per_expert", num_warps=1))
+    "Attention, torch": (Attention, tdkernels.AgAttentionConfig(method="torch")),
+    "TensorParallelExperts": (TensorParallelExperts, None),
+    "TensorParallelExperts, two stages": (TensorParallelExperts, tdkernels.MoeTpConfig(chunk_rows=16, stages=2)),
+    "TensorParallelExperts, no activation, torch": (
+        TensorParallelExpertsNoActivation, tdkernels.MoeTpConfig(method="torch")
     ),
-    "DividedExperts by codes": (DividedExpertsByCodes, None),
-    "DividedExperts by torch": (DividedExperts, tdkernels.EpMoeConfig(method="torch")),
-    "Mixture": (Mixture, None),
+    "ExpertParallelExperts": (ExpertParallelExperts, None),
+    "ExpertParallelExperts, per expert": (
+        ExpertParallelExperts, tdkernels.EpMoeConfig(tdkernels.EpConfig(combine="per_expert", num_warps=1))
+    ),
+    "ExpertParallelExperts, fp8": (QuantizedExpertParallelExperts, None),
+    "ExpertParallelExperts, torch": (ExpertParallelExperts, tdkernels.EpMoeConfig(method="torch")),
+    "MoeModules": (MoeModules, None),
 }
-# On CPU ranks, which compile slowly, one of each kind.
+# CPU ranks compile slowly, so they run one case of each kind.
 COVERING = (
-    "Mlp", "MlpOfAllRows, one shot", "Reduced", "PagedDecoder", "Attention", "Decoder by torch", "Attention by torch",
-    "SlicedExperts, two stages", "DividedExperts", "DividedExperts by torch",
+    "Mlp", "ReplicatedMlp, one shot", "Collectives", "PagedDecoder", "Attention", "Decoder, torch", "Attention, torch",
+    "TensorParallelExperts, two stages", "ExpertParallelExperts", "ExpertParallelExperts, torch",
 )
 
 
-# torch's grouped product takes no fp32 on a GPU.
-ON_GPUS = [case for case in CASES if case != "SlicedExperts of one product, by torch"]
+# torch's grouped GEMM does not support fp32 on a GPU.
+ON_GPUS = [case for case in CASES if case != "TensorParallelExperts, no activation, torch"]
 
 
 @pytest.mark.parametrize("case", ON_GPUS if DEVICE == "cuda" else COVERING)
@@ -295,6 +298,6 @@ def test_fullgraph(case):
     on_ranks(2, compiled_equals_eager, *CASES[case])
 
 
-@pytest.mark.parametrize("checks", [opcheck_products, opcheck_attention, opcheck_experts])
+@pytest.mark.parametrize("checks", [opcheck_dense, opcheck_attention, opcheck_experts])
 def test_opcheck(checks):
     on_ranks(2, checks)

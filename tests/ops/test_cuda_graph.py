@@ -1,4 +1,4 @@
-"""Each operator in a CUDA graph: captured once, replayed with new data any number of times, between eager calls."""
+"""Collectives and dense operators in CUDA graphs: captured once, replayed with new data between eager calls."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from tests.support.ranks import DEVICE, a_group, device, on_ranks
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
 SHAPE = (64, 72, 136)
-# Each has a workspace of its own.
+# Each config uses a workspace of its own.
 CONFIGS = {
     "ag_gemm": tdkernels.AgGemmConfig(transport="push"),
-    "ag_gemm in one shot": tdkernels.AgGemmConfig(transport="one_shot", split_k=2),
+    "ag_gemm one shot": tdkernels.AgGemmConfig(transport="one_shot", split_k=2),
     "gemm_rs": tdkernels.GemmRsConfig(transport="forward"),
-    "gemm_rs in one shot": tdkernels.GemmRsConfig(transport="one_shot", split_k=2),
+    "gemm_rs one shot": tdkernels.GemmRsConfig(transport="one_shot", split_k=2),
     "gemm_rs direct": tdkernels.GemmRsConfig(transport="direct"),
     "gemm_ar": tdkernels.GemmArConfig(exchange="two_shot"),
-    "gemm_ar in one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),
+    "gemm_ar one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),
 }
 
 
@@ -29,7 +29,7 @@ def _new_case(operator, seed):
 
 
 def _refill(static, fresh):
-    """Put the operands of one case where a graph reads those of another."""
+    """Copy the operands of ``fresh`` into the tensors that the graph of ``static`` reads."""
     with torch.no_grad():
         for name in ("x", "weight", "bias", "dy"):
             getattr(static, name).copy_(getattr(fresh, name))
@@ -42,7 +42,7 @@ def _step(case, config):
 
 
 def _capture(case, config):
-    """A graph of forward and backward, after the warm-up on a side stream that capture asks for."""
+    """Capture forward and backward, after a warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,7 +68,7 @@ def replays_with_new_data(operator, config):
             graph.replay()
             fresh.check(results)
             seed += 1
-        # Eager calls of the same and of another shape in between must not put the epochs of graph and workspace apart.
+        # Eager calls between replays must not desynchronize the epochs of graph and workspace.
         eager = _new_case(operator, seed)
         eager.check(_step(eager, config))
         other = Case(operator, torch.float16, 33, 40, 48, seed=seed)
@@ -76,7 +76,7 @@ def replays_with_new_data(operator, config):
 
 
 def survives_growth_of_the_workspace(operator, config):
-    """A graph keeps the buffer that it was captured with when later calls need a larger one."""
+    """Check that a graph keeps its workspace buffer if later calls need a larger one."""
     static = _new_case(operator, seed=0)
     graph, results = _capture(static, config)
     large = Case(operator, torch.bfloat16, 8 * SHAPE[0], 2 * SHAPE[1], 4 * SHAPE[2])
@@ -88,9 +88,9 @@ def survives_growth_of_the_workspace(operator, config):
         fresh.check(results)
 
 
-def refuses_to_capture_a_new_shape(operator):
+def rejects_capture_of_new_shape(operator):
     case = Case(operator, torch.bfloat16, 17, 19, 23)
-    with a_group() as group:  # which has seen no shape at all
+    with a_group() as group:  # a new group, without any earlier call
         torch.cuda.synchronize()
         with pytest.raises(RuntimeError, match="before capture"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -100,7 +100,7 @@ def refuses_to_capture_a_new_shape(operator):
         del group
 
 
-# ---- collectives alone ----
+# ---- collectives ----
 
 COLLECTIVES = [
     ("all_gather", None),
@@ -113,16 +113,16 @@ each_collective = pytest.mark.parametrize("operator, changes", COLLECTIVES, ids=
 
 
 def _captured_call(operator, changes, x):
-    collective.call(operator, x, changes)  # agrees, allocates, compiles
+    collective.call(operator, x, changes)  # consensus check, allocation, compilation
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [collective.call(operator, x, changes) for _ in range(3)]  # both halves, and the first again
+        outputs = [collective.call(operator, x, changes) for _ in range(3)]  # uses both halves, and the first again
     return graph, outputs
 
 
-def _replays(operator, x, graph, outputs, seed):
-    full = collective.whole(operator, (1000, 3), torch.bfloat16, seed)
+def _check_replay(operator, x, graph, outputs, seed):
+    full = collective.draw_operands(operator, (1000, 3), torch.bfloat16, seed)
     x.copy_(full[dist.get_rank()])
     for output in outputs:
         output.fill_(7)
@@ -131,22 +131,22 @@ def _replays(operator, x, graph, outputs, seed):
     assert all(collective.same(output, collective.expected_of(operator, full)) for output in outputs), (operator, seed)
 
 
-def replays_a_collective(operator, changes):
-    x = collective.whole(operator, (1000, 3), torch.bfloat16)[dist.get_rank()].to(device())
+def replays_collective(operator, changes):
+    x = collective.draw_operands(operator, (1000, 3), torch.bfloat16)[dist.get_rank()].to(device())
     graph, outputs = _captured_call(operator, changes, x)
     for seed in range(1, 6):
-        _replays(operator, x, graph, outputs, seed)
-        # Eager calls of the same and of another shape in between must not put the epochs of graph and workspace apart.
+        _check_replay(operator, x, graph, outputs, seed)
+        # Eager calls between replays must not desynchronize the epochs of graph and workspace.
         collective.computes(operator, torch.bfloat16, [(1000, 3), (17, 5)], changes)
     collective.computes(operator, torch.bfloat16, [(40000, 3)], changes)  # the workspace grows; the graph keeps its own
     for seed in range(6, 9):
-        _replays(operator, x, graph, outputs, seed)
+        _check_replay(operator, x, graph, outputs, seed)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @each_collective
-def test_replay_of_a_collective(world_size, operator, changes):
-    on_ranks(world_size, replays_a_collective, operator, changes)
+def test_replay_collective(world_size, operator, changes):
+    on_ranks(world_size, replays_collective, operator, changes)
 
 
 # ---- dense operators ----
@@ -161,9 +161,9 @@ def each_config(**others):
 @pytest.mark.parametrize("world_size", [2, 4])
 @each_config(
     **{
-        "ag_gemm by copy engine": tdkernels.AgGemmConfig(transport="copy_engine"),
-        "ag_gemm in parts": tdkernels.AgGemmConfig(method="parts", pieces=2),
-        "gemm_rs in parts": tdkernels.GemmRsConfig(method="parts", pieces=2),
+        "ag_gemm copy engine": tdkernels.AgGemmConfig(transport="copy_engine"),
+        "ag_gemm parts": tdkernels.AgGemmConfig(method="parts", pieces=2),
+        "gemm_rs parts": tdkernels.GemmRsConfig(method="parts", pieces=2),
     }
 )
 def test_replay(world_size, operator, config):
@@ -177,4 +177,4 @@ def test_growth(operator, config):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_new_shape(operator):
-    on_ranks(2, refuses_to_capture_a_new_shape, operator)
+    on_ranks(2, rejects_capture_of_new_shape, operator)

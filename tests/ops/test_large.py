@@ -1,7 +1,7 @@
-"""Sizes at which transfers take long enough to be overtaken; only GPUs do that, so only they run this.
+"""Large operands on GPUs, with transfers long enough for races between communication and compute.
 
-Operands are -1, 0 and 1, so that every sum is exact and a single stale or early element shows as an inequality. Ranks
-start each call at their own time, and what the ranks receive into is filled with NaN in between.
+Operands are -1, 0 and 1, so every sum is exact and a single stale or premature element is detected. Ranks start each
+call with a random delay, and the receive buffers are filled with NaN in between.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ def ternary(*shape):
 
 
 def exact_product(a, b):
-    """a @ b.T of small integers, rounded once."""
+    """Return a @ b.T for small integers, rounded once."""
     return (a.float() @ b.float().t()).to(BF16)
 
 
 def poison_and_skew(seed):
-    """Fill what peers write to with NaN while nobody uses it; then let each rank begin at its own time."""
+    """Fill the receive buffers with NaN while they are unused; then delay each rank randomly."""
     torch.cuda.synchronize()
     dist.barrier()
     for workspace in group_state(resolve_group()).workspaces.values():
@@ -41,8 +41,8 @@ def poison_and_skew(seed):
             workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
-    late = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=late)))
+    delay = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=delay)))
 
 
 def check(name, got, expected):
@@ -55,12 +55,12 @@ def ag_gemm_is_exact(rows, n, k, transport):
     for repeat in range(REPEATS):
         x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dy = ternary(dist.get_world_size() * rows, n)
-        number = 1 + repeat % 3
+        count = 1 + repeat % 3
         if transport == "parts":
-            config = tdkernels.AgGemmConfig(method="parts", pieces=number)
+            config = tdkernels.AgGemmConfig(method="parts", pieces=count)
         else:
-            more = {"split_k" if transport == "one_shot" else "chunk_tiles": number}
-            config = tdkernels.AgGemmConfig(transport=transport, **more)
+            options = {"split_k" if transport == "one_shot" else "chunk_tiles": count}
+            config = tdkernels.AgGemmConfig(transport=transport, **options)
         poison_and_skew(repeat)
         y = tdkernels.ag_gemm(x, weight, config=config)
         y.backward(dy)
@@ -76,11 +76,11 @@ def ag_gemm_is_exact(rows, n, k, transport):
 def gemm_rs_is_exact(rows, n, k, transport):
     torch.manual_seed(dist.get_rank())
     for repeat in range(REPEATS):
-        number = 1 + repeat % 3
+        count = 1 + repeat % 3
         if transport == "parts":
-            config = tdkernels.GemmRsConfig(method="parts", pieces=number)
+            config = tdkernels.GemmRsConfig(method="parts", pieces=count)
         else:
-            config = tdkernels.GemmRsConfig(transport=transport, split_k=number if transport == "one_shot" else 1)
+            config = tdkernels.GemmRsConfig(transport=transport, split_k=count if transport == "one_shot" else 1)
         x, weight = ternary(dist.get_world_size() * rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dz = ternary(rows, n)
         poison_and_skew(repeat)
@@ -97,10 +97,10 @@ def gemm_rs_is_exact(rows, n, k, transport):
 
 def gemm_ar_is_exact(rows, n, k, exchange):
     torch.manual_seed(dist.get_rank())
-    of_all = torch.Generator(device()).manual_seed(0)
+    shared_rng = torch.Generator(device()).manual_seed(0)
     for repeat in range(REPEATS):
         x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
-        dz = torch.randint(-1, 2, (rows, n), device=device(), generator=of_all).to(BF16)
+        dz = torch.randint(-1, 2, (rows, n), device=device(), generator=shared_rng).to(BF16)
         if exchange == "one_shot":
             config = tdkernels.GemmArConfig(exchange=exchange, split_k=1 + repeat % 3)
         else:
@@ -116,8 +116,8 @@ def gemm_ar_is_exact(rows, n, k, exchange):
         check("z", z, sum_of_all.to(BF16))
 
 
-def of_collectives(operator, x):
-    """What the operator has to give for x, by plain torch, in numbers that add up exactly."""
+def expected_output(operator, x):
+    """Compute the expected output in plain torch; sums of these numbers are exact."""
     if operator == "all_gather":
         return all_gather_rows(x)
     total = x.float()
@@ -137,22 +137,22 @@ def collective_is_exact(operator, exchange, elements):
         poison_and_skew(repeat)
         output = getattr(tdkernels, operator)(x, config=config)
         tdkernels.synchronize()
-        check(operator, output, of_collectives(operator, x))
+        check(operator, output, expected_output(operator, x))
 
 
-def many_calls_are_exact(operator, exchange, elements):
-    """Nothing between the calls, so that ranks run ahead of each other by as much as they can."""
+def back_to_back_calls_are_exact(operator, exchange, elements):
+    """Check back-to-back calls, so that ranks run ahead of each other as far as possible."""
     torch.manual_seed(dist.get_rank())
     rows = elements // (dist.get_world_size() if operator == "all_gather" else 1)
     config = default_config(operator, elements * 2, dist.get_world_size(), device(), exchange)
     xs = [ternary(rows) for _ in range(16)]
-    expected = [of_collectives(operator, x) for x in xs]
+    expected = [expected_output(operator, x) for x in xs]
     for repeat in range(REPEATS):
         poison_and_skew(repeat)
         outputs = [getattr(tdkernels, operator)(x, config=config) for _ in range(4) for x in xs]
         tdkernels.synchronize()
-        for output, wanted in zip(outputs, expected * 4, strict=True):
-            check(operator, output, wanted)
+        for output, reference in zip(outputs, expected * 4, strict=True):
+            check(operator, output, reference)
 
 
 COLLECTIVES = [
@@ -161,7 +161,7 @@ COLLECTIVES = [
 ]
 
 
-# 1 KiB to 96 MiB; all of them divisible by 2, 3 and 4 ranks, but the shares of the second are not aligned.
+# 1 KiB to 96 MiB, all divisible by 2, 3 and 4 ranks. The shards of the second size are not aligned.
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("elements", [768, 12 * 4097, 3 << 18, 3 << 24])
 @pytest.mark.parametrize("operator, exchange", COLLECTIVES)
@@ -172,12 +172,12 @@ def test_collective(world_size, operator, exchange, elements):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("elements", [768, 3 << 18])
 @pytest.mark.parametrize("operator, exchange", COLLECTIVES)
-def test_many_calls_of_a_collective(world_size, operator, exchange, elements):
-    on_ranks(world_size, many_calls_are_exact, operator, exchange, elements)
+def test_back_to_back_collectives(world_size, operator, exchange, elements):
+    on_ranks(world_size, back_to_back_calls_are_exact, operator, exchange, elements)
 
 
-# Partials of gemm_rs and gemm_ar travel in bf16, which holds integers up to 256: K / W of 2048 keeps within 5.6
-# standard deviations of that, and a sum that does not would fail for every rank, every time.
+# Partials of gemm_rs and gemm_ar are sent in bf16, which represents integers up to 256 exactly. With K / W of 2048 this
+# is 5.6 standard deviations; a larger partial would fail on every rank in every run.
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("transport", ["push", "copy_engine", "parts"])
 @pytest.mark.parametrize("shape", [(1024, 1024, 4096), (2048, 512, 16384), (777, 520, 1032)], ids=str)
@@ -185,15 +185,15 @@ def test_ag_gemm(world_size, transport, shape):
     on_ranks(world_size, ag_gemm_is_exact, *shape, transport)
 
 
-# Few rows of a wide product, one of them or so many that they take several tiles.
-FEW_ROWS = pytest.mark.parametrize("rows, n, k", [(1, 16384, 2048), (32, 8192, 1024), (97, 520, 1032)], ids=str)
+# Small M and large N or K: a single row, and up to several tiles of rows.
+SMALL_M = pytest.mark.parametrize("rows, n, k", [(1, 16384, 2048), (32, 8192, 1024), (97, 520, 1032)], ids=str)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("exact", [ag_gemm_is_exact, gemm_rs_is_exact])
-@FEW_ROWS
-def test_few_rows(world_size, exact, rows, n, k):
-    # Of ag_gemm the partials of dx travel, sums over N.
+@SMALL_M
+def test_small_m(world_size, exact, rows, n, k):
+    # ag_gemm sends partials of dx, which are sums over N.
     on_ranks(world_size, exact, rows, *((k, n) if exact is ag_gemm_is_exact else (n, k)), "one_shot")
 
 
@@ -204,7 +204,7 @@ def test_gemm_rs(world_size, transport, shape):
     on_ranks(world_size, gemm_rs_is_exact, *shape, transport)
 
 
-# 777 rows are divided by 3 ranks only; few rows of a wide product are what one_shot is for.
+# 777 rows are divisible by 3 ranks only. one_shot is meant for small M and large N.
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     "exchange, shape",

@@ -1,4 +1,4 @@
-"""References take the same groups as the operators: a one-dimensional DeviceMesh too."""
+"""References accept the same groups as the operators, including a one-dimensional DeviceMesh."""
 
 import torch
 import torch.distributed as dist
@@ -9,14 +9,14 @@ from tests.support.ranks import device, on_ranks
 
 
 def references():
-    """{name: a function of a group}, in a rank of two."""
+    """Return {name: function of a group}. Requires two ranks."""
     draw = lambda *shape: torch.randn(*shape).to(device())  # noqa: E731
     x, weight, rows, ids = draw(4, 8), draw(6, 8), draw(4, 4, 2, 8), torch.tensor([[0, 1]] * 4, device=device())
     weights, gate_up, down, splits = torch.rand(4, 2).to(device()), draw(2, 8, 8), draw(2, 8, 4), torch.tensor([2, 2])
     lens = torch.tensor([4] * 4, dtype=torch.int32, device=device())
     experts = x, ids, weights, gate_up[:1], down[:1]
 
-    def there_and_back(group):
+    def dispatch_and_combine(group):
         received, state = tdkernels.ep_dispatch_ref(x, ids, weights, num_experts=2, group=group)
         return tdkernels.ep_combine_ref(received.x, state, weights, group=group)
 
@@ -28,7 +28,7 @@ def references():
         "reduce_scatter": lambda group: tdkernels.reduce_scatter_ref(x, group=group),
         "all_reduce": lambda group: tdkernels.all_reduce_ref(x, group=group),
         "all_to_all": lambda group: tdkernels.all_to_all_ref(x, splits.to(device()), group=group),
-        "ep_dispatch, ep_combine": there_and_back,
+        "ep_dispatch, ep_combine": dispatch_and_combine,
         "ep_moe": lambda group: tdkernels.ep_moe_ref(*experts, num_experts=2, group=group),
         "tp_moe": lambda group: tdkernels.tp_moe_ref(x, ids, weights, gate_up, down, group=group),
         "flash_decode": lambda group: tdkernels.flash_decode_ref(draw(4, 2, 8), rows, rows, lens, group=group),
@@ -38,7 +38,7 @@ def references():
     }
 
 
-def take_a_mesh():
+def accept_mesh():
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     failed = {}
     for name, call in references().items():
@@ -49,5 +49,5 @@ def take_a_mesh():
     assert not failed, failed
 
 
-def test_references_take_a_mesh():
-    on_ranks(2, take_a_mesh)
+def test_references_accept_a_mesh():
+    on_ranks(2, accept_mesh)

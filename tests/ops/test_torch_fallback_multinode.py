@@ -1,4 +1,4 @@
-"""Operators that have no form for several nodes: they run by torch's sequence there, and say so where they cannot."""
+"""Operators without a multi-node kernel: they use the torch baseline there, and reject configs of other methods."""
 
 import pytest
 import torch
@@ -10,28 +10,28 @@ from tests.support.simulated_nodes import a_group_on_nodes
 HEADS, DIM = 4, 16
 
 
-def _numbers(seed, *shape, dtype=torch.float32):
+def _randn(seed, *shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device(), dtype)
 
 
 def _collective(name):
     def operands(rank):
-        return [_numbers(rank, 4, 6)]
+        return [_randn(rank, 4, 6)]
 
     return operands, getattr(tdkernels, name), getattr(tdkernels, f"{name}_ref"), tdkernels.CollectiveConfig()
 
 
 def _attention():
     def operands(rank):
-        return [_numbers(10 * rank + i, 1, 8, HEADS, DIM, dtype=torch.float32) for i in range(3)]
+        return [_randn(10 * rank + i, 1, 8, HEADS, DIM, dtype=torch.float32) for i in range(3)]
 
     return operands, tdkernels.ag_attention, tdkernels.ag_attention_ref, tdkernels.AgAttentionConfig()
 
 
 def _ulysses(name, *weight):
     def operands(rank):
-        return [_numbers(rank, 2, 8, 12), _numbers(7, *weight)]
+        return [_randn(rank, 2, 8, 12), _randn(7, *weight)]
 
     return operands, getattr(tdkernels, name), getattr(tdkernels, f"{name}_ref"), tdkernels.UlyssesConfig()
 
@@ -40,8 +40,8 @@ def _experts():
     ids = torch.tensor([[0, 2], [1, -1], [2, 1]], device=device())
 
     def operands(rank):
-        weights = _numbers(rank + 5, 3, 2).softmax(-1)
-        return [_numbers(rank, 3, 8), weights, _numbers(20 + rank, 3, 16, 8), _numbers(30 + rank, 3, 8, 8)]
+        weights = _randn(rank + 5, 3, 2).softmax(-1)
+        return [_randn(rank, 3, 8), weights, _randn(20 + rank, 3, 16, 8), _randn(30 + rank, 3, 8, 8)]
 
     def call(x, weights, gate_up, down, **options):
         return tdkernels.tp_moe(x, ids, weights, gate_up, down, **options)
@@ -52,14 +52,14 @@ def _experts():
     return operands, call, reference, tdkernels.MoeTpConfig()
 
 
-def _attention_by_parts():
+def _pipelined_attention():
     operands, call, reference, _ = _attention()
 
-    def in_bf16_by_config(*own, config=None, **options):
-        """On GPUs flash attention has no fp32."""
+    def call_in_bf16_with_config(*own, config=None, **options):
+        """Cast to bf16 if a config is given: flash attention on GPUs does not support fp32."""
         return call(*(x.bfloat16() if config else x for x in own), config=config, **options)
 
-    return operands, in_bf16_by_config, reference, tdkernels.AgAttentionConfig(method="flash")
+    return operands, call_in_bf16_with_config, reference, tdkernels.AgAttentionConfig(method="flash")
 
 
 CASES = {
@@ -67,15 +67,15 @@ CASES = {
     "reduce_scatter": lambda: _collective("reduce_scatter"),
     "all_reduce": lambda: _collective("all_reduce"),
     "ag_attention": _attention,
-    "ag_attention by parts": _attention_by_parts,
+    "ag_attention, pipelined": _pipelined_attention,
     "ulysses_qkv": lambda: _ulysses("ulysses_qkv", 16, 12),
     "ulysses_out": lambda: _ulysses("ulysses_out", 10, 24),
     "tp_moe": _experts,
 }
 
 
-def _is_right(name):
-    """The output is that of the reference, there are gradients, and a config of our own kernels is refused."""
+def _check_fallback(name):
+    """Check the output against the reference, that gradients exist, and that a config of fused kernels is rejected."""
     operands, call, reference, fused = CASES[name]()
     with a_group_on_nodes(1) as group:
         own = operands(group.rank())
@@ -91,5 +91,5 @@ def _is_right(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_runs_by_torch(name):
-    on_ranks(2, _is_right, name)
+def test_torch_fallback(name):
+    on_ranks(2, _check_fallback, name)

@@ -1,11 +1,11 @@
-"""What caches are made of."""
+"""Cache data structures."""
 
 import pytest
 
 from tdkernels.caches import RecentCache, VersionedDict
 
 
-def test_entries_are_found_until_they_are_forgotten():
+def test_entries_are_found_and_replaced():
     cache = RecentCache(4)
     cache["a"] = 1
     assert (cache.get("a"), cache.get("b"), len(cache), list(cache)) == (1, None, 1, ["a"])
@@ -14,7 +14,7 @@ def test_entries_are_found_until_they_are_forgotten():
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_size_is_bounded(size):
+def test_size_is_bounded(size):
     cache = RecentCache(size)
     for number in range(50):
         cache[number] = number
@@ -23,7 +23,7 @@ def test_the_size_is_bounded(size):
         assert len(cache) <= size
 
 
-def test_what_is_used_stays():
+def test_recently_used_entries_are_kept():
     cache = RecentCache(8)
     cache["used"] = "here"
     for number in range(100):
@@ -32,11 +32,11 @@ def test_what_is_used_stays():
     assert cache.get(0) is None
 
 
-def test_a_value_is_in_one_place():
+def test_each_key_has_one_value():
     cache = RecentCache(4)
     for key in "abc":
         cache[key] = key
-    cache["a"] = "new"  # it was among the older ones
+    cache["a"] = "new"  # it was among the older entries
     assert sorted(cache) == ["a", "b", "c"] and cache.get("a") == "new"
     cache.clear()
     assert len(cache) == 0

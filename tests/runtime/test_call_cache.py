@@ -1,4 +1,4 @@
-"""Calls that have been made before: when they are known, when they are not, and that they stay right."""
+"""The call cache: which calls hit, which miss, and that results stay correct."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ from tdkernels.ops.dense.gemm_ar import op as gemm_ar_op
 from tdkernels.ops.dense.gemm_rs import op as gemm_rs_op
 from tdkernels.runtime import call_cache
 from tdkernels.symm.group import group_state
-from tests.autotune.test_selection import entry_of, tables_in, tune_by_hand
+from tests.autotune.test_selection import entry_of, store_entries, tables_in
 from tests.support.ranks import a_group, device, on_ranks
 
 K = 16
@@ -35,7 +35,7 @@ def operands_of(operator, seed, rows=8):
     return (x,) if operator in COLLECTIVES else (x, draw(seed + 9, 12, K))
 
 
-def is_right(operator, operands, group, **options):
+def check_call(operator, operands, group, **options):
     y = getattr(tdkernels, operator)(*operands, group=group, **options)
     expected = getattr(tdkernels, f"{operator}_ref")(*operands, group=group)
     tdkernels.synchronize()
@@ -44,68 +44,68 @@ def is_right(operator, operands, group, **options):
 
 
 @contextlib.contextmanager
-def found():
-    """What ``lookup_run`` answers within: True for a call that is known."""
-    answers = []
+def recorded_hits():
+    """Yield a list that records for each ``lookup_run`` whether it was a hit."""
+    hits = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (ag_gemm_op, gemm_rs_op, gemm_ar_op, collectives_op):
             owner = getattr(module, "call_cache", module)
-            patch.setattr(owner, "lookup_run", noting(owner.lookup_run, answers))
-        yield answers
+            patch.setattr(owner, "lookup_run", recording(owner.lookup_run, hits))
+        yield hits
 
 
-def noting(find, answers):
-    def noted(*args):
-        known, key = find(*args)
-        answers.append(known is not None)
-        return known, key
+def recording(original, hits):
+    def lookup(*args):
+        entry, key = original(*args)
+        hits.append(entry is not None)
+        return entry, key
 
-    return noted
+    return lookup
 
 
-def is_known_the_second_time():
-    with a_group() as group, autotune.mode("off"), found() as answers:
+def hit_second_call():
+    with a_group() as group, autotune.mode("off"), recorded_hits() as hits:
         for operator in (*CONFIGS, *COLLECTIVES):
             config = (CONFIGS.get(operator) or CollectiveConfig)(method="torch")
             for options in ({}, {"config": config}):
                 for seed in (0, 1, 2):
-                    is_right(operator, operands_of(operator, seed), group, **options)
-                assert answers == [False, True, True], (operator, options)
-                answers.clear()
-            is_right(operator, operands_of(operator, 3, rows=6), group)
-            assert answers == [False]
-            answers.clear()
-        for dtype in (torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn):  # for which nothing is tuned
+                    check_call(operator, operands_of(operator, seed), group, **options)
+                assert hits == [False, True, True], (operator, options)
+                hits.clear()
+            check_call(operator, operands_of(operator, 3, rows=6), group)
+            assert hits == [False]
+            hits.clear()
+        for dtype in (torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn):  # dtypes without tuned configs
             for value in (1, 0, 1, 1):
                 x = torch.full((3,), value, device=device()).to(dtype)
                 y = tdkernels.all_gather(x, group=group)
                 assert y.dtype == dtype and y.tolist() == [value] * 6
-            assert answers == [False, True, True, True]
-            answers.clear()
+            assert hits == [False, True, True, True]
+            hits.clear()
         x, weight = operands_of("gemm_ar", 0)
-        is_right("gemm_ar", (x.view(2, 4, K), weight), group)
-        is_right("gemm_ar", (draw(5, 2, 4, K), weight), group)
-        is_right("gemm_ar", (draw(5, K, 8).t(), weight), group)
-        is_right("gemm_ar", (x, draw(6, K, 12).t()), group)
-        is_right("gemm_ar", (x, weight, draw(7, 12)), group)
-        is_right("gemm_ar", (x, weight, draw(8, 12)), group)
-        assert answers == [False, True, False, False, False, True]
+        check_call("gemm_ar", (x.view(2, 4, K), weight), group)
+        check_call("gemm_ar", (draw(5, 2, 4, K), weight), group)
+        check_call("gemm_ar", (draw(5, K, 8).t(), weight), group)
+        check_call("gemm_ar", (x, draw(6, K, 12).t()), group)
+        check_call("gemm_ar", (x, weight, draw(7, 12)), group)
+        check_call("gemm_ar", (x, weight, draw(8, 12)), group)
+        assert hits == [False, True, False, False, False, True]
         del group
 
 
-def test_a_call_is_known_the_second_time():
-    on_ranks(2, is_known_the_second_time)
+def test_second_call_hits():
+    on_ranks(2, hit_second_call)
 
 
-def known_calls(group, operator):
-    """The KnownCalls of an operator."""
+def cached_calls(group, operator):
+    """Return the CachedCalls of an operator."""
     calls = group_state(group).calls.items()
     return [call for key, call in calls if key[0] == operator and isinstance(call, call_cache.CachedCall)]
 
 
-def follows_the_precision_of_fp32():
-    """How fp32 is multiplied is a setting of torch's, which may change between calls."""
-    with a_group() as group, autotune.mode("off"), found() as answers:
+def change_fp32_precision():
+    """The fp32 matmul precision is a torch setting that may change between calls."""
+    with a_group() as group, autotune.mode("off"), recorded_hits() as hits:
         exact, before = operands_of("gemm_ar", 0), torch.get_float32_matmul_precision()
         try:
             for precision, expected in (("highest", [False, True]), ("high", [False, True]), ("highest", [True])):
@@ -113,42 +113,42 @@ def follows_the_precision_of_fp32():
                 for _ in expected:
                     y = tdkernels.gemm_ar(*exact, group=group)
                     expected_y = tdkernels.gemm_ar_ref(*exact, group=group)
-                    torch.testing.assert_close(y, expected_y, rtol=2e-2, atol=2e-2)  # TF32 may be in either
-                assert answers == expected, precision
-                answers.clear()
+                    torch.testing.assert_close(y, expected_y, rtol=2e-2, atol=2e-2)  # either may use TF32
+                assert hits == expected, precision
+                hits.clear()
         finally:
             torch.set_float32_matmul_precision(before)
         del group
 
 
-def test_the_precision_of_fp32_is_part_of_a_call():
-    on_ranks(2, follows_the_precision_of_fp32)
+def test_fp32_precision_is_part_of_the_key():
+    on_ranks(2, change_fp32_precision)
 
 
-class Sees(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def is_not_known_to_others():
+def bypass_cache():
     with a_group() as group, autotune.mode("off"):
         x, weight = operands_of("gemm_ar", 0)
         for _ in range(2):
-            is_right("gemm_ar", (x, weight), group)
-        with found() as answers:
+            check_call("gemm_ar", (x, weight), group)
+        with recorded_hits() as hits:
             weight.requires_grad_()
-            y = is_right("gemm_ar", (x, weight), group)
+            y = check_call("gemm_ar", (x, weight), group)
             assert y.requires_grad
             with torch.no_grad():
-                assert not is_right("gemm_ar", (x, weight), group).requires_grad
+                assert not check_call("gemm_ar", (x, weight), group).requires_grad
             with torch.inference_mode():
-                is_right("gemm_ar", (x, weight), group)
-            assert answers == [False, True, True]
+                check_call("gemm_ar", (x, weight), group)
+            assert hits == [False, True, True]
             weight = weight.detach()
             with torch.autocast(device().type, torch.bfloat16):
                 assert tdkernels.gemm_ar(x, weight, group=group).dtype == torch.bfloat16
-            with Sees() as mode:
+            with RecordingMode() as mode:
                 mode.seen = []
                 tdkernels.gemm_ar(x, weight, group=group)
             assert "tdkernels.gemm_ar.default" in mode.seen
@@ -160,18 +160,18 @@ def is_not_known_to_others():
                 return tdkernels.gemm_ar(x, weight, group=group) + 0.0
 
             compiled = torch.compile(function, backend="eager", fullgraph=True)
-            torch.testing.assert_close(compiled(x, group), is_right("gemm_ar", (x, weight), group))
-            assert answers[3:] == [False] * 4 + [True]
+            torch.testing.assert_close(compiled(x, group), check_call("gemm_ar", (x, weight), group))
+            assert hits[3:] == [False] * 4 + [True]
         torch._dynamo.reset()
         del group
 
 
-def test_who_would_see_the_operator_does():
-    on_ranks(2, is_not_known_to_others)
+def test_cache_is_bypassed_for_autograd_modes_profilers_and_compilers():
+    on_ranks(2, bypass_cache)
 
 
-def reads_no_negated_memory():
-    """A view such as z.conj().imag, in whose memory its values stand negated."""
+def call_with_negated_views():
+    """A view such as z.conj().imag is stored negated in memory."""
     negated = lambda *tensors: [torch._neg_view(-tensor) for tensor in tensors]  # noqa: E731
     with a_group() as group, autotune.mode("off"):
         for operator in (*CONFIGS, *COLLECTIVES):
@@ -180,7 +180,7 @@ def reads_no_negated_memory():
                 y = getattr(tdkernels, operator)(*negated(*operands), group=group)
                 expected = getattr(tdkernels, f"{operator}_ref")(*operands, group=group)
                 torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-        for seed in range(3):  # all_gather moves bytes of any type, also of one that is conjugated in memory
+        for seed in range(3):  # all_gather moves bytes of any dtype, also of conjugated views
             z = torch.complex(draw(seed, 4), draw(seed + 9, 4))
             for view in (z, z.conj()):
                 y = tdkernels.all_gather(view, group=group)
@@ -188,7 +188,7 @@ def reads_no_negated_memory():
         del group
     (x,), (q,), w = negated(draw(0, 4, 16)), negated(draw(1, 1, 4, 2, 16)), draw(2, 2, 8, 16)
     splits = torch.tensor([2, 2], device=device())
-    for operator, operands, words, options in (
+    for operator, operands, described, options in (
         ("all_to_all", (x, splits), "x [4, 16]", {}),
         ("ep_dispatch", (x, splits.expand(4, 2)), "x [4, 16]", {"num_experts": 4}),
         ("group_gemm", (x, w, splits), "x [4, 16]", {}),
@@ -196,15 +196,15 @@ def reads_no_negated_memory():
         ("flash_decode", (q[0], q, q, splits), "q [4, 2, 16]", {}),
         ("flash_decode", (-q[0], q, q, splits), "k_cache [1, 4, 2, 16]", {}),
     ):
-        with pytest.raises(TypeError, match=re.escape(f"{operator}: {words} is a view that negates its memory")):
+        with pytest.raises(TypeError, match=re.escape(f"{operator}: {described} is a view that negates its memory")):
             getattr(tdkernels, operator)(*operands, **options)
 
 
-def test_memory_that_is_negated():
-    on_ranks(2, reads_no_negated_memory)
+def test_negated_views():
+    on_ranks(2, call_with_negated_views)
 
 
-def refuses_transforms():
+def reject_transforms():
     x, q, w = draw(0, 4, 16), draw(1, 1, 4, 2, 16), draw(2, 2, 8, 16)
     splits = torch.tensor([2, 2], device=device())
     for operator, first, others, options in (
@@ -221,15 +221,15 @@ def refuses_transforms():
                 call(operand)
 
 
-def test_transforms_are_refused():
-    on_ranks(2, refuses_transforms)
+def test_transforms_are_rejected():
+    on_ranks(2, reject_transforms)
 
 
-def still_refuses_what_makes_no_sense():
+def reject_invalid_arguments():
     with a_group() as group, autotune.mode("off"):
         x, weight = operands_of("gemm_ar", 0)
         for _ in range(2):
-            is_right("gemm_ar", (x, weight), group)
+            check_call("gemm_ar", (x, weight), group)
         with pytest.raises(TypeError, match="config must be a GemmArConfig or None, not dict"):
             tdkernels.gemm_ar(x, weight, group=group, config={"method": "torch"})
         with pytest.raises(TypeError, match="config must be a GemmArConfig or None, not GemmRsConfig"):
@@ -243,53 +243,53 @@ def still_refuses_what_makes_no_sense():
         del group
 
 
-def test_what_makes_no_sense_is_refused_as_before():
-    on_ranks(2, still_refuses_what_makes_no_sense)
+def test_invalid_arguments_are_rejected_after_a_hit():
+    on_ranks(2, reject_invalid_arguments)
 
 
-def takes_what_was_tuned_since(folder):
+def use_new_tuned_config(folder):
     tiles = Tiles(32, 32, 32, num_warps=1, num_stages=1)
-    with a_group() as group, tables_in(folder), found() as answers:
+    with a_group() as group, tables_in(folder), recorded_hits() as hits:
         case = operands_of("ag_gemm", 0, rows=16)
         problem = (32, 24, K)
         for config in (AgGemmConfig(tiles=tiles, num_comm_sms=2), AgGemmConfig(method="torch")):
-            tune_by_hand(entry_of("ag_gemm", config, problem))
+            store_entries(entry_of("ag_gemm", config, problem))
             group_state(group).choices.clear()
-            is_right("ag_gemm", case, group)
-            is_right("ag_gemm", case, group)
-            assert answers == [False, True]
-            answers.clear()
+            check_call("ag_gemm", case, group)
+            check_call("ag_gemm", case, group)
+            assert hits == [False, True]
+            hits.clear()
             (choice,) = group_state(group).choices.values()
             assert choice.config == config
         with autotune.mode("off"):
-            is_right("ag_gemm", case, group)
-        assert answers == [False], "nothing that was found in another mode"
+            check_call("ag_gemm", case, group)
+        assert hits == [False], "entries of another mode must not be used"
         del group
 
 
-def test_what_was_tuned_since_is_taken(tmp_path):
-    on_ranks(2, takes_what_was_tuned_since, tmp_path)
+def test_new_tuned_config_is_used(tmp_path):
+    on_ranks(2, use_new_tuned_config, tmp_path)
 
 
-def keeps_no_group_and_no_tensor():
+def check_references():
     with a_group() as group, autotune.mode("off"):
         x, weight = operands_of("gemm_ar", 0)
-        is_right("gemm_ar", (x, weight), group)
+        check_call("gemm_ar", (x, weight), group)
         state = weakref.ref(group_state(group))
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in (x, weight)]
-        assert known_calls(group, "gemm_ar")
+        assert cached_calls(group, "gemm_ar")
         del x, weight
         gc.collect()
         assert [storage() is None for storage in storages] == [True, True]
         group_state(group).calls.clear()
         group_state(group).calls.max_size = 4
         for rows in range(2, 8):
-            is_right("gemm_ar", operands_of("gemm_ar", 0, rows), group)
+            check_call("gemm_ar", operands_of("gemm_ar", 0, rows), group)
             assert len(group_state(group).calls) <= 4
         del group
     gc.collect()
-    assert state() is None, "it went with its group"
+    assert state() is None, "the state must be freed with its group"
 
 
-def test_neither_groups_nor_tensors_are_kept():
-    on_ranks(2, keeps_no_group_and_no_tensor)
+def test_groups_and_tensors_are_not_kept_alive():
+    on_ranks(2, check_references)

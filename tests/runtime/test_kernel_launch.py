@@ -1,4 +1,4 @@
-"""Launches that are kept for the next call: what they may be used for, and that they keep nobody's tensors."""
+"""Cached launches: which calls may reuse them, and that they keep no tensors alive."""
 
 import gc
 import weakref
@@ -11,14 +11,14 @@ from tdkernels.runtime import kernel_launch, recorder
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import a_group, device, on_ranks
 
-M, N, K = 6, 6, 16  # x and weight are alike, and may be each other
+M, N, K = 6, 6, 16  # x and weight have the same shape and may be the same tensor
 
 
 def draw(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device())
 
 
-def right(x, weight, bias=None, *, group):
+def check_gemm_ar(x, weight, bias=None, *, group):
     z = tdkernels.gemm_ar(x, weight, bias, group=group)
     expected = tdkernels.gemm_ar_ref(x, weight, bias, group=group)
     tdkernels.synchronize()
@@ -26,40 +26,40 @@ def right(x, weight, bias=None, *, group):
     return z
 
 
-def kept(group):
-    """The launches of the operator that is called here."""
+def cached_launches(group):
+    """Return the cached launches of the operator under test."""
     names = {name for name, _ in tdkernels.symm.group.group_state(group).workspaces if name.startswith("gemm_ar")}
     return [launch for name in names for launch in get_workspace(group, device(), name).launches.values()]
 
 
-def takes_the_operands_of_the_call():
+def reuse_launches():
     with a_group() as group, tdkernels.autotune.mode("off"):
         group, x, weight, bias = resolve_group(group), draw(0, M, K), draw(1, N, K), draw(2, N)
-        right(x, x, group=group)  # one tensor for two operands
-        right(x, weight, group=group)
-        right(weight, x, group=group)
-        assert len(kept(group)) == 1
-        right(x, weight, bias, group=group)
-        right(x, weight, draw(3, N), group=group)
-        assert len(kept(group)) == 2
-        right(x, draw(4, K, N).t(), group=group)
-        assert len(kept(group)) == 3, "a weight that lies otherwise is read otherwise"
-        right(draw(5, K, M).t(), weight, group=group)  # copied first, and then as any other
-        right(draw(6, M, 2 * K)[:, ::2], draw(7, N, 2 * K)[:, ::2], group=group)
-        right(draw(8, 1 + M * K)[1:].view(M, K), weight, group=group)  # not at a multiple of 16 bytes
-        assert len(kept(group)) == 3
+        check_gemm_ar(x, x, group=group)  # one tensor for two operands
+        check_gemm_ar(x, weight, group=group)
+        check_gemm_ar(weight, x, group=group)
+        assert len(cached_launches(group)) == 1
+        check_gemm_ar(x, weight, bias, group=group)
+        check_gemm_ar(x, weight, draw(3, N), group=group)
+        assert len(cached_launches(group)) == 2
+        check_gemm_ar(x, draw(4, K, N).t(), group=group)
+        assert len(cached_launches(group)) == 3, "a weight with another layout needs another launch"
+        check_gemm_ar(draw(5, K, M).t(), weight, group=group)  # copied first, so no new launch
+        check_gemm_ar(draw(6, M, 2 * K)[:, ::2], draw(7, N, 2 * K)[:, ::2], group=group)
+        check_gemm_ar(draw(8, 1 + M * K)[1:].view(M, K), weight, group=group)  # not aligned to 16 bytes
+        assert len(cached_launches(group)) == 3
         del group
 
 
-def test_a_launch_takes_the_operands_of_the_call():
-    on_ranks(2, takes_the_operands_of_the_call)
+def test_launch_uses_the_operands_of_the_call():
+    on_ranks(2, reuse_launches)
 
 
-def outlives_nothing():
+def check_tensors_are_freed():
     with a_group() as group, tdkernels.autotune.mode("off"):
         operands = [draw(0, M, K), draw(1, N, K), draw(2, N)]
-        z = right(*operands, group=group)
-        assert kept(group)
+        z = check_gemm_ar(*operands, group=group)
+        assert cached_launches(group)
         alive = [weakref.ref(tensor.untyped_storage()) for tensor in (*operands, z)]
         del operands, z
         gc.collect()
@@ -67,53 +67,53 @@ def outlives_nothing():
         del group
 
 
-def test_a_launch_keeps_no_tensor_of_the_call():
-    on_ranks(2, outlives_nothing)
+def test_launch_keeps_no_tensor_alive():
+    on_ranks(2, check_tensors_are_freed)
 
 
-def keeps_what_it_can_use():
+def invalidate_launches():
     with a_group() as group, tdkernels.autotune.mode("off"):
         x, weight = draw(0, M, K), draw(1, N, K)
         with recorder.record(recorder.Recorder()):
-            right(x, weight, group=group)
-        assert not kept(group), "it has the memory of who records"
-        right(x, weight, group=group)
-        [small] = kept(group)
-        right(x, draw(3, 64 * N, K), group=group)
-        assert small not in kept(group), "it speaks of the buffer that was there before"
-        right(x, weight, group=group)
+            check_gemm_ar(x, weight, group=group)
+        assert not cached_launches(group), "a launch with a trace buffer must not be cached"
+        check_gemm_ar(x, weight, group=group)
+        [small] = cached_launches(group)
+        check_gemm_ar(x, draw(3, 64 * N, K), group=group)
+        assert small not in cached_launches(group), "the launch refers to a freed buffer"
+        check_gemm_ar(x, weight, group=group)
         for workspace in tdkernels.symm.group.group_state(group).workspaces.values():
             workspace.launches.clear()
             workspace.launches.max_size = 2
         for rows in range(1, M):
-            right(x[:rows].clone(), weight, group=group)
-            assert len(kept(group)) <= 2
+            check_gemm_ar(x[:rows].clone(), weight, group=group)
+            assert len(cached_launches(group)) <= 2
         del group
 
 
-def test_launches_are_kept_as_long_as_they_can_be_used():
-    on_ranks(2, keeps_what_it_can_use)
+def test_invalid_launches_are_dropped():
+    on_ranks(2, invalidate_launches)
 
 
-def test_a_tensor_that_is_nobodys_is_refused():
-    """It would be read again by a later call, of other operands."""
+def test_tensor_that_is_no_operand_is_rejected():
+    """A cached launch would pass such a tensor to later calls with other operands."""
     x, copy, ctx = torch.ones(4), torch.ones(4), torch.zeros(1, dtype=torch.int64)
-    made = (kernel_launch.output_spec(x, 4),)
-    kernel_launch.Launch(None, "kernel", (1,), (ctx, x, *made, 7, None), {}, (x,), made, [ctx])
+    outputs = (kernel_launch.output_spec(x, 4),)
+    kernel_launch.Launch(None, "kernel", (1,), (ctx, x, *outputs, 7, None), {}, (x,), outputs, [ctx])
     with pytest.raises(AssertionError, match="argument 1 of kernel is neither an operand, an output nor"):
-        kernel_launch.Launch(None, "kernel", (1,), (ctx, copy, *made), {}, (x,), made, [ctx])
+        kernel_launch.Launch(None, "kernel", (1,), (ctx, copy, *outputs), {}, (x,), outputs, [ctx])
 
 
-class _Tells:
-    """In the place of a workspace: it counts how often it is asked whether there is something to tell."""
+class _CheckCounter:
+    """Stand-in for a workspace that counts the checks for recorded errors."""
 
     ctx = None
 
     def __init__(self):
-        self.asked = 0
+        self.checks = 0
 
     def check(self):
-        self.asked += 1
+        self.checks += 1
 
     def before_launch(self):
         pass
@@ -122,14 +122,14 @@ class _Tells:
         pass
 
 
-class _Nothing:
+class _NoKernel:
     def launch_bound(self, *_):
         pass
 
 
 @pytest.mark.parametrize("checks_errors", [True, False])
-def test_in_the_middle_of_an_operator_nobody_looks_for_what_went_wrong(checks_errors):
-    tells, x = _Tells(), torch.zeros(1)
-    launch = kernel_launch.Launch(tells, _Nothing(), (1,), (x,), {}, (x,), [], [], checks_errors=checks_errors)
+def test_errors_are_checked_only_if_requested(checks_errors):
+    counter, x = _CheckCounter(), torch.zeros(1)
+    launch = kernel_launch.Launch(counter, _NoKernel(), (1,), (x,), {}, (x,), [], [], checks_errors=checks_errors)
     launch((x,))
-    assert tells.asked == checks_errors
+    assert counter.checks == checks_errors

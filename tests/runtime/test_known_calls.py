@@ -1,4 +1,4 @@
-"""Calls of every operator that are known: nothing of them is checked again, and whatever differs is checked anew."""
+"""Cached calls of every operator: an equal call skips validation, and any other call is validated."""
 
 import contextlib
 
@@ -29,50 +29,50 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device=device())
 
 
-def dispatched(group, **options):
+def dispatch(group, **options):
     received, handle = tdkernels.ep_dispatch(
         draw(3, 16), ints([0, 1], [1, 2], [2, 3]), draw(3, 2), num_experts=4, group=group, **options
     )
     return received.x, handle
 
 
-def combined(group, **options):
-    x, handle = dispatched(group)
+def combine(group, **options):
+    x, handle = dispatch(group)
     return tdkernels.ep_combine(x, handle, group=group, **options)
 
 
-def experts_of_slices(group, **options):
+def tp_moe(group, **options):
     operands = draw(2, 16), ints([0, 1], [1, 0]), draw(2, 2), draw(2, 16, 16), draw(2, 16, 8)
     return tdkernels.tp_moe(*operands, group=group, **options)
 
 
-def experts_of_ranks(group, **options):
+def ep_moe(group, **options):
     operands = draw(2, 16), ints([0, 1], [3, 2]), draw(2, 2), draw(2, 16, 16), draw(2, 16, 8)
     return tdkernels.ep_moe(*operands, num_experts=4, group=group, **options)
 
 
-# {name: (module, its function that checks, the call, options that make it another call)}
+# {name: (module, its validation function, the call, options that need another validation)}
 CALLS = {
-    "ep_dispatch": (dispatch_op, "check_dispatch", dispatched, {"max_tokens": 12}),
+    "ep_dispatch": (dispatch_op, "check_dispatch", dispatch, {"max_tokens": 12}),
     "ep_dispatch bounded": (
-        dispatch_op, "check_dispatch", lambda group, **options: dispatched(group, max_tokens_per_rank=4, **options),
+        dispatch_op, "check_dispatch", lambda group, **options: dispatch(group, max_tokens_per_rank=4, **options),
         {"max_tokens": 40},
     ),
-    "ep_combine": (dispatch_op, "check_combine", combined, {"topk_weights": torch.ones(3, 2)}),
+    "ep_combine": (dispatch_op, "check_combine", combine, {"topk_weights": torch.ones(3, 2)}),
     "all_to_all": (
         all_to_all_op, "_check",
         lambda group, **options: tdkernels.all_to_all(draw(3, 16), ints(1, 2), group=group, **options),
         {"max_tokens": 8},
     ),
-    "tp_moe": (tp_moe_op, "check_tp_moe", experts_of_slices, {"activation": "swiglu_interleaved"}),
+    "tp_moe": (tp_moe_op, "check_tp_moe", tp_moe, {"activation": "swiglu_interleaved"}),
     "moe_ag_gemm": (
         tp_moe_op, "check_ag_gemm",
         lambda group, **o: tdkernels.moe_ag_gemm(draw(2, 16), ints([0, 1], [1, 0]), draw(2, 8, 16), group=group, **o),
         {"activation": "swiglu"},
     ),
-    "ep_moe": (ep_moe_op, "_check", experts_of_ranks, {"max_tokens": 16}),
+    "ep_moe": (ep_moe_op, "_check", ep_moe, {"max_tokens": 16}),
     "ep_moe bounded": (
-        ep_moe_op, "_check", lambda group, **options: experts_of_ranks(group, max_tokens_per_rank=2, **options),
+        ep_moe_op, "_check", lambda group, **options: ep_moe(group, max_tokens_per_rank=2, **options),
         {"activation": "swiglu_interleaved"},
     ),
     "group_gemm": (
@@ -106,39 +106,39 @@ CALLS = {
 
 
 @contextlib.contextmanager
-def checks(module, name):
-    """A list that grows with each call of a function that checks."""
+def recorded_checks(module, name):
+    """Yield a list that grows with each call of a validation function."""
     seen, check = [], getattr(module, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, lambda *args, **options: seen.append(name) or check(*args, **options))
         yield seen
 
 
-def is_checked_once(name):
+def check_once(name):
     module, check, call, other = CALLS[name]
     other = {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in other.items()}
     with a_group() as group, autotune.mode("off"), torch.no_grad():
         torch.manual_seed(dist.get_rank())
         for options, counts in (({}, [1, 0, 0]), (other, [1, 0]), ({}, [0])):
             for count in counts:
-                with checks(module, check) as seen:
+                with recorded_checks(module, check) as seen:
                     call(group, **options)
                 assert len(seen) == count, (options, counts)
-        with autotune.mode("cached"), checks(module, check) as seen:
+        with autotune.mode("cached"), recorded_checks(module, check) as seen:
             call(group)
-        # The checks of ep_moe depend on no config, and what it calls looks its config up.
-        assert len(seen) == (not name.startswith("ep_moe")), "what was found in another mode is not taken"
+        # The validation of ep_moe depends on no config, and its inner operators select theirs.
+        assert len(seen) == (not name.startswith("ep_moe")), "entries of another mode must not be used"
         tdkernels.synchronize()
         del group
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_checked_once(name):
-    on_ranks(2, is_checked_once, name)
+def test_call_is_validated_once(name):
+    on_ranks(2, check_once, name)
 
 
-def refuses_what_looks_alike():
-    """Arguments that are equal to those of a known call, and of another type; or that the key does not hold."""
+def reject_similar_calls():
+    """Reject arguments that equal those of a cached call but differ in type, or that are not part of the key."""
     with a_group() as group, autotune.mode("off"):
         x, ids, weights = draw(3, 16), ints([0, 1], [1, 2], [2, 3]), draw(3, 2)
         for _ in range(2):
@@ -153,10 +153,10 @@ def refuses_what_looks_alike():
         x = x.detach()
         for tokens in (4, 4, 3):
             bounded = {"num_experts": 4, "max_tokens_per_rank": 3, "group": group}
-            if tokens > 3:  # on both ranks
+            if tokens > 3:  # too many, on both ranks
                 with pytest.raises(ValueError, match="more .*than max_tokens_per_rank|more tokens than"):
                     tdkernels.ep_dispatch(draw(4, 16), ints(*[[0, 1]] * 4), **bounded)
-                with contextlib.suppress(ValueError):  # what the peer has said of it
+                with contextlib.suppress(ValueError):  # the error reported by the peer
                     tdkernels.synchronize()
             else:
                 tdkernels.ep_dispatch(x, ids, **bounded)
@@ -167,12 +167,12 @@ def refuses_what_looks_alike():
         del group
 
 
-def test_what_looks_like_a_known_call_is_checked():
-    on_ranks(2, refuses_what_looks_alike)
+def test_similar_calls_are_validated():
+    on_ranks(2, reject_similar_calls)
 
 
-def trains_after_a_call_without_gradients():
-    """The decision of a call without gradients serves one with gradients, and the other way round."""
+def train_after_call_without_gradients():
+    """A cached decision of a call without gradients is valid for one with gradients, and vice versa."""
     with a_group() as group, autotune.mode("off"):
         torch.manual_seed(7 + dist.get_rank())
         operands = [draw(2, 16, dtype=torch.float32), draw(2, 2, dtype=torch.float32)]
@@ -195,18 +195,18 @@ def trains_after_a_call_without_gradients():
         del group
 
 
-def test_gradients_are_not_part_of_a_decision():
-    on_ranks(2, trains_after_a_call_without_gradients)
+def test_cached_decision_serves_calls_with_and_without_gradients():
+    on_ranks(2, train_after_call_without_gradients)
 
 
-def attends_with_and_without_gradients():
+def attend_with_and_without_gradients():
     with a_group() as group, autotune.mode("off"):
         torch.manual_seed(3 + dist.get_rank())
         q, k, v = (draw(1, 8, 2, 16) for _ in range(3))
         with torch.no_grad():
             tdkernels.ag_attention(q, k, v, group=group)
         q.requires_grad_()
-        with checks(attention_op, "check_attention") as seen:
+        with recorded_checks(attention_op, "check_attention") as seen:
             for _ in range(2):
                 tdkernels.ag_attention(q, k, v, group=group).float().sum().backward()
         assert not seen, "the call without gradients was checked"
@@ -215,5 +215,5 @@ def attends_with_and_without_gradients():
         del group
 
 
-def test_attention_with_gradients_is_not_checked_after_a_call_without():
-    on_ranks(2, attends_with_and_without_gradients)
+def test_attention_with_gradients_hits_after_a_call_without():
+    on_ranks(2, attend_with_and_without_gradients)

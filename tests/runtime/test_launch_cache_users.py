@@ -1,7 +1,7 @@
-"""Launches that are kept by ``launch_cached`` and by ``AsyncCollective``: each is used for what it was made for alone.
+"""Users of the launch cache, ``launch_cached`` and ``AsyncCollective``: a cached launch is used only for equal calls.
 
-Calls of the same sizes take turns that differ in all else, so that a launch used for another one would give a wrong
-result; how many are kept says that those which differ in nothing share one, and that no other two do.
+Calls of the same sizes alternate and differ in everything else, so a wrongly shared launch would give a wrong result.
+The number of cached launches shows that equal calls share one, and that no other two calls do.
 """
 
 import gc
@@ -41,32 +41,32 @@ def draw(seed, *shape, dtype=FP32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device(), dtype)
 
 
-def in_a_group(asked, *args, local=None):
-    """In a rank: a function of a group of its own, on nodes of so many ranks if that is said."""
+def in_a_group(body, *args, local=None):
+    """In a rank: call a function with a group for this test, on nodes of ``local`` ranks if given."""
     with a_group() if local is None else a_group_on_nodes(local) as group:
-        asked(resolve_group(group), *args)
+        body(resolve_group(group), *args)
         del group
 
 
-def kept(group):
-    """How many launches each workspace of a group keeps, by its name."""
+def cached_launches(group):
+    """Return the number of cached launches of each workspace of a group, by name."""
     return {name: len(workspace.launches) for (name, _), workspace in group_state(group).workspaces.items()}
 
 
-def kept_alone(name):
-    """How many this rank keeps that need no peers."""
+def cached_local_launches(name):
+    """Return the number of cached launches in the local workspace of this rank."""
     return sum(key[0] == name for key in local_workspace_of(device()).launches)
 
 
-def kept_of(group, name, kernel):
-    """How many an exchange keeps of a kernel."""
+def cached_collective_launches(group, name, kernel):
+    """Return the number of cached launches of a kernel of an asynchronous collective."""
     keys = get_workspace(group, device(), name, halves=1, across_nodes=True).launches
     return sum(isinstance(key, tuple) and isinstance(key[0], Kernel) and key[0].__name__ == kernel for key in keys)
 
 
-def laid_out(lie, *names):
-    """A change of a case: its tensors of those names lie otherwise and hold the same."""
-    return lambda case: vars(case).update({name: lie(getattr(case, name).detach()) for name in names})
+def with_layout(layout, *names):
+    """Return a function that changes the layout of the named tensors of a case, but not their values."""
+    return lambda case: vars(case).update({name: layout(getattr(case, name).detach()) for name in names})
 
 
 # ---- the projections of Ulysses ----
@@ -75,79 +75,79 @@ ULYSSES = UlyssesConfig(tiles=Tiles(16, 16, 16, 1, 1, 1), num_comm_sms=2, chunk_
 PUSHED = replace(ULYSSES, transport="push", num_comm_sms=3)
 
 
-def projects(group, operator):
-    """Each is the other's gradient, and takes its workspace."""
+def call_projection(group, operator):
+    """Each operator is the gradient of the other and uses its workspace."""
     dual = OPERATORS[operator == "ulysses_qkv"]
     to_heads = int(operator == "ulysses_qkv")
     seeds, now = iter(range(100)), [0, 0]
 
-    def runs(forward, backward, change=None, config=ULYSSES, wanted=("x", "weight", "bias"), **changes):
-        """A call for which so many launches more are kept than before."""
+    def check(forward, backward, change=None, config=ULYSSES, gradients=("x", "weight", "bias"), **changes):
+        """Make a call; check that it adds ``forward`` and ``backward`` cached launches."""
         sizes = dict(dtype=FP32, positions=6, k=16, n=8, batch=1, exact=True)
         case = Projection(operator, **sizes | changes, seed=next(seeds), group=group)
         if change is not None:
             change(case)
-        case.check(case.run(wanted, config=config))
+        case.check(case.run(gradients, config=config))
         now[:] = now[0] + forward, now[1] + backward
-        assert kept(group) == {operator: now[0], dual: now[1]}, (change, changes)
+        assert cached_launches(group) == {operator: now[0], dual: now[1]}, (change, changes)
 
-    runs(1, 1)
-    runs(0, 0)
-    runs(0, 0, laid_out(strided, "x", "dy"))  # they are copied first
-    runs(0, 0, laid_out(misaligned, "x", "dy"))
-    runs(1, 1, laid_out(transposed, "weight"))
-    runs(1, 1, laid_out(misaligned, "weight"))
-    runs(1, 1, laid_out(strided, "weight"))
-    runs(1, 0, laid_out(misaligned, "bias"))
-    runs(1, 0, bias=False)
-    runs(1, 1, batch=2, positions=3)  # as many rows
-    runs(1, 1, config=PUSHED)
-    runs(1, 1, dtype=BF16)
-    runs(1 - to_heads, to_heads, wanted=("x",))  # what is gathered need not be kept
+    check(1, 1)
+    check(0, 0)
+    check(0, 0, with_layout(strided, "x", "dy"))  # copied first
+    check(0, 0, with_layout(misaligned, "x", "dy"))
+    check(1, 1, with_layout(transposed, "weight"))
+    check(1, 1, with_layout(misaligned, "weight"))
+    check(1, 1, with_layout(strided, "weight"))
+    check(1, 0, with_layout(misaligned, "bias"))
+    check(1, 0, bias=False)
+    check(1, 1, batch=2, positions=3)  # the same number of rows
+    check(1, 1, config=PUSHED)
+    check(1, 1, dtype=BF16)
+    check(1 - to_heads, to_heads, gradients=("x",))  # the gathered input need not be saved
     recorder = runtime_recorder.Recorder()
     with runtime_recorder.record(recorder):
-        runs(0, 0)
+        check(0, 0)
     assert recorder.events is not None
     recorder.clear()
-    runs(0, 0)
-    assert not recorder.events.any(), "a launch with a trace was kept"
+    check(0, 0)
+    assert not recorder.events.any(), "a launch with a trace was cached"
     now[:] = 0, 0
-    runs(1, 1, positions=60)  # of the buffers that have grown since, nothing is left
-    runs(1, 1)
+    check(1, 1, positions=60)  # the buffers have grown, which drops all cached launches
+    check(1, 1)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_projections(operator):
-    on_ranks(2, in_a_group, projects, operator)
+    on_ranks(2, in_a_group, call_projection, operator)
 
 
 # ---- gemm_rs across nodes ----
 
 
-def scatters_across_nodes(group):
+def call_gemm_rs_across_nodes(group):
     seeds = iter(range(0, 1000, 10))
 
-    def runs(lie=lambda t: t, has_bias=True, recorder=None):
+    def check(layout=lambda t: t, has_bias=True, recorder=None):
         seed = next(seeds)
-        x, weight = draw(seed + dist.get_rank(), 4 * group.size(), 16), lie(draw(seed + 8, 6, 16))
+        x, weight = draw(seed + dist.get_rank(), 4 * group.size(), 16), layout(draw(seed + 8, 6, 16))
         bias = draw(seed + 9, 6) if has_bias else None
         with nullcontext() if recorder is None else runtime_recorder.record(recorder):
             z = tdkernels.gemm_rs(x, weight, bias, group=group)
         torch.testing.assert_close(z, tdkernels.gemm_rs_ref(x, weight, bias, group=group), rtol=1e-5, atol=1e-5)
-        return kept(group)["gemm_rs"]
+        return cached_launches(group)["gemm_rs"]
 
     with tdkernels.autotune.mode("off"):
-        assert [runs() for _ in range(5)] == [1] * 5  # the last of them without being asked how tensors lie
-        assert [runs(transposed), runs(misaligned), runs(has_bias=False), runs()] == [2, 3, 4, 4]
+        assert [check() for _ in range(5)] == [1] * 5  # the last calls launch directly
+        assert [check(transposed), check(misaligned), check(has_bias=False), check()] == [2, 3, 4, 4]
         recorder = runtime_recorder.Recorder()
-        assert runs(recorder=recorder) == 4 and recorder.events.any()
+        assert check(recorder=recorder) == 4 and recorder.events.any()
         recorder.clear()
-        assert runs() == 4 and not recorder.events.any()
+        assert check() == 4 and not recorder.events.any()
 
 
 @needs_gpus
-def test_products_across_nodes():
-    on_ranks(3, in_a_group, scatters_across_nodes, local=1)
+def test_gemm_rs_across_nodes():
+    on_ranks(3, in_a_group, call_gemm_rs_across_nodes, local=1)
 
 
 # ---- ag_attention and its gradients ----
@@ -156,62 +156,62 @@ ATTENTION = AgAttentionConfig(backward="fused")
 SMALL = AgAttentionConfig(backward="fused", block_q=16, block_k=16, dq_block_q=16, dkv_block_k=16, chunk_rows=16)
 
 
-def attends(group):
+def call_attention(group):
     local_workspace_of(device()).launches.clear()
     seeds, now = iter(range(100)), [0, 0]
 
-    def runs(forward, statistics=0, change=None, config=ATTENTION, **changes):
-        """A call for which so many launches more are kept; the gradients of keys take one, where two are needed."""
+    def check(forward, statistics=0, change=None, config=ATTENTION, **changes):
+        """Make a call; check that it adds ``forward`` launches, two per direction, and ``statistics`` local ones."""
         sizes = dict(rows=20, heads=2, kv_heads=1)
         case = Sharded(**sizes | changes, seed=next(seeds), group=group)
         if change is not None:
             case.own = {name: change(operand) for name, operand in case.own.items()}
         case.check(case.run(config=config))
         now[:] = now[0] + forward, now[1] + statistics
-        assert kept(group) == {"ag_attention": 2 * now[0], "ag_attention_dkv": now[0]}, changes
-        assert kept_alone("ag_attention statistics") == now[1], changes
+        assert cached_launches(group) == {"ag_attention": 2 * now[0], "ag_attention_dkv": now[0]}, changes
+        assert cached_local_launches("ag_attention statistics") == now[1], changes
 
-    runs(1, 1)
-    runs(0)
-    runs(0, change=strided)  # copied first
-    runs(0, change=misaligned)
-    runs(1, causal=False)
-    runs(1, sharding="zigzag")
-    runs(1, scale=0.5)
-    runs(0, 1, lse=False)
-    runs(1, config=SMALL)
-    runs(1, 1, dtype=FP16)
+    check(1, 1)
+    check(0)
+    check(0, change=strided)  # copied first
+    check(0, change=misaligned)
+    check(1, causal=False)
+    check(1, sharding="zigzag")
+    check(1, scale=0.5)
+    check(0, 1, lse=False)
+    check(1, config=SMALL)
+    check(1, 1, dtype=FP16)
     recorder = runtime_recorder.Recorder()
     with runtime_recorder.record(recorder):
-        runs(0)
+        check(0)
     recorder.clear()
-    runs(0)
-    assert not recorder.events.any(), "a launch with a trace was kept"
+    check(0)
+    assert not recorder.events.any(), "a launch with a trace was cached"
     now[0] = 0
-    runs(1, 1, rows=50)
+    check(1, 1, rows=50)
 
 
 def test_attention():
-    on_ranks(2, in_a_group, attends)
+    on_ranks(2, in_a_group, call_attention)
 
 
-def test_statistics_take_a_gradient_of_lse_or_none():
-    """In both orders; ``attends`` has one."""
-    on_ranks(2, attends_without_a_gradient_of_lse_first)
+def test_statistics_with_and_without_a_gradient_of_lse():
+    """Test both orders; ``call_attention`` tests one."""
+    on_ranks(2, call_attention_without_lse_gradient_first)
 
 
-def attends_without_a_gradient_of_lse_first():
+def call_attention_without_lse_gradient_first():
     local_workspace_of(device()).launches.clear()
     for seed, lse in enumerate((False, True, False)):
         case = Sharded(rows=20, lse=lse, seed=seed)
         case.check(case.run(config=ATTENTION))
 
 
-def merges():
+def call_merge():
     local_workspace_of(device()).launches.clear()
 
-    def runs(seed, first, dtype=FP32, lie=lambda t: t, parts=FP32):
-        o, part = draw(seed, 2, 6, 2, 5, dtype=parts), lie(draw(seed + 1, 2, 6 - first, 2, 5, dtype=parts))
+    def check(seed, first, dtype=FP32, layout=lambda t: t, parts=FP32):
+        o, part = draw(seed, 2, 6, 2, 5, dtype=parts), layout(draw(seed + 1, 2, 6 - first, 2, 5, dtype=parts))
         lse, part_lse = draw(seed + 2, 2, 6, 2), draw(seed + 3, 2, 6 - first, 2)
         got, got_lse = merge(o, lse, part, part_lse, first, dtype)
         part_lse = torch.cat([torch.full_like(lse[:, :first], float("-inf")), part_lse], 1)
@@ -220,71 +220,72 @@ def merges():
         expected = o * (lse - expected_lse).exp()[..., None] + part * (part_lse - expected_lse).exp()[..., None]
         torch.testing.assert_close(got, expected.to(dtype), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(got_lse, expected_lse)
-        return kept_alone("attention merged")
+        return cached_local_launches("attention merged")
 
-    assert [runs(0, 0), runs(10, 0), runs(20, 3), runs(30, 0, BF16), runs(40, 0, parts=BF16)] == [1, 1, 2, 3, 4]
-    assert [runs(50, 0, lie=misaligned), runs(60, 0), runs(70, 3)] == [5, 5, 5]
+    assert [check(0, 0), check(10, 0), check(20, 3), check(30, 0, BF16), check(40, 0, parts=BF16)] == [1, 1, 2, 3, 4]
+    assert [check(50, 0, layout=misaligned), check(60, 0), check(70, 3)] == [5, 5, 5]
 
 
-def test_parts_of_attention():
-    on_ranks(1, merges)
+def test_attention_merge():
+    on_ranks(1, call_merge)
 
 
 # ---- gradients that need no peers ----
 
 
-def decodes_backward():
+def call_decode_backward():
     local_workspace_of(device()).launches.clear()
     seeds = iter(range(100))
 
-    def runs(change=None, **changes):
+    def check(change=None, **changes):
         sizes = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=24, tokens=2, lens="full")
         case = Decode(**sizes | changes, seed=next(seeds))
         if change is not None:
             change(case)
         case.check(case.run())
-        return kept_alone("flash_decode backward")
+        return cached_local_launches("flash_decode backward")
 
-    assert [runs(), runs(), runs(scale=0.5), runs(soft_cap=2.0), runs(window=5), runs(dtype=FP16)] == [1, 1, 2, 3, 4, 5]
-    assert [runs(laid_out(strided, "k_cache")), runs(laid_out(strided, "v_cache"))] == [6, 7]
-    assert [runs(laid_out(misaligned, "q")), runs(page=8), runs(lens="ragged"), runs()] == [8, 9, 9, 9]
-
-
-def test_gradients_of_a_decode():
-    on_ranks(2, decodes_backward)
+    assert [check(), check(), check(scale=0.5), check(soft_cap=2.0)] == [1, 1, 2, 3]
+    assert [check(window=5), check(dtype=FP16)] == [4, 5]
+    assert [check(with_layout(strided, "k_cache")), check(with_layout(strided, "v_cache"))] == [6, 7]
+    assert [check(with_layout(misaligned, "q")), check(page=8), check(lens="ragged"), check()] == [8, 9, 9, 9]
 
 
-def activates_backward():
+def test_decode_backward():
+    on_ranks(2, call_decode_backward)
+
+
+def call_swiglu_backward():
     local_workspace_of(device()).launches.clear()
     seeds = iter(range(0, 100, 10))
 
-    def runs(activation="swiglu", splits=(2, 3), index=torch.int32, dtype=FP32, lie=lambda t: t):
+    def check(activation="swiglu", splits=(2, 3), index=torch.int32, dtype=FP32, layout=lambda t: t):
         seed = next(seeds)
         dh, pre = draw(seed, 7, 6, dtype=dtype), draw(seed + 1, 7, 12, dtype=dtype).requires_grad_()
         (expected,) = torch.autograd.grad(swiglu_ref(pre.float(), activation), pre, dh.float())
-        of_groups = torch.tensor(splits, dtype=index, device=device())
-        got = swiglu_backward(lie(dh), lie(pre.detach()), of_groups, activation)
+        group_sizes = torch.tensor(splits, dtype=index, device=device())
+        got = swiglu_backward(layout(dh), layout(pre.detach()), group_sizes, activation)
         rows = sum(splits)
         torch.testing.assert_close(got[:rows], expected[:rows], rtol=1e-2, atol=1e-2)
-        return kept_alone("swiglu backward")
+        return cached_local_launches("swiglu backward")
 
-    assert [runs(), runs(splits=(4, 1)), runs("swiglu_interleaved"), runs(index=torch.int64)] == [1, 1, 2, 3]
-    assert [runs(lie=strided), runs(lie=misaligned), runs(dtype=BF16), runs(splits=(1, 2, 3))] == [3, 4, 5, 6]
-    assert [runs(), runs("swiglu_interleaved")] == [6, 6]
-
-
-def test_gradient_of_swiglu():
-    on_ranks(1, activates_backward)
+    assert [check(), check(splits=(4, 1)), check("swiglu_interleaved"), check(index=torch.int64)] == [1, 1, 2, 3]
+    assert [check(layout=strided), check(layout=misaligned), check(dtype=BF16), check(splits=(1, 2, 3))] == [3, 4, 5, 6]
+    assert [check(), check("swiglu_interleaved")] == [6, 6]
 
 
-# ---- what travels beside other work ----
+def test_swiglu_backward():
+    on_ranks(1, call_swiglu_backward)
 
 
-def pushes(group):
+# ---- asynchronous collectives ----
+
+
+def call_all_gather(group):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     seeds = iter(range(0, 1000, 10))
 
-    def runs(rows=6, width=16, dtype=FP32, chunk_rows=4, programs=2):
+    def check(rows=6, width=16, dtype=FP32, chunk_rows=4, programs=2):
         seed = next(seeds)
         shards = [draw(seed + source, rows, width, dtype=dtype) for source in range(ranks)]
         fields = {"rows": rows, "width": width, "dtype": str(dtype), "chunk_rows": chunk_rows}
@@ -292,24 +293,24 @@ def pushes(group):
             gather.push(programs)
             gather.finish()
             assert torch.equal(gather.gathered, torch.stack(shards))
-        return kept_of(group, "gather", "push_kernel")
+        return cached_collective_launches(group, "gather", "push_kernel")
 
-    runs(rows=48)  # there is room for all from now on
-    assert [runs(), runs(), runs(chunk_rows=2), runs(programs=3), runs(width=8, rows=12)] == [2, 2, 3, 4, 5]
-    assert [runs(width=32, dtype=BF16), runs(), runs(chunk_rows=2)] == [6, 6, 6]
-    assert runs(rows=100) == 1, "those were for the buffer that was there before"
-    assert runs() == 2
-
-
-def test_pushes():
-    on_ranks(2, in_a_group, pushes)
+    check(rows=48)  # later calls fit into its buffer
+    assert [check(), check(), check(chunk_rows=2), check(programs=3), check(width=8, rows=12)] == [2, 2, 3, 4, 5]
+    assert [check(width=32, dtype=BF16), check(), check(chunk_rows=2)] == [6, 6, 6]
+    assert check(rows=100) == 1, "launches for the previous buffer must be dropped"
+    assert check() == 2
 
 
-def adds_up(group):
+def test_async_all_gather():
+    on_ranks(2, in_a_group, call_all_gather)
+
+
+def call_reduce_scatter(group):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     seeds = iter(range(0, 1000, 10))
 
-    def runs(rows=5, width=8, dtype=FP32, has_bias=False, lie=lambda t: t):
+    def check(rows=5, width=8, dtype=FP32, has_bias=False, layout=lambda t: t):
         seed = next(seeds)
         parts = [draw(seed + source, ranks, rows, width, dtype=dtype) for source in range(ranks)]
         bias = draw(seed + 9, width, dtype=dtype) if has_bias else None
@@ -317,23 +318,23 @@ def adds_up(group):
         with AsyncReduceScatter("test of kept launches", fields, parts[0][0].nbytes, group, device()) as scatter:
             for owner in (owner for owner in range(ranks) if owner != rank):
                 scatter.send(owner, parts[rank][owner])
-            got = scatter.add_to(lie(parts[rank][rank].clone()), bias)
+            got = scatter.add_to(layout(parts[rank][rank].clone()), bias)
         expected = sum(part[rank].float() for part in parts) + (bias.float() if has_bias else 0)
         torch.testing.assert_close(got, expected.to(dtype))
-        return kept_of(group, "scatter", "add_parts_kernel")
+        return cached_collective_launches(group, "scatter", "add_parts_kernel")
 
-    runs(rows=40)
-    assert [runs(), runs(), runs(has_bias=True), runs(has_bias=True), runs(lie=misaligned)] == [2, 2, 3, 3, 4]
-    assert [runs(dtype=BF16), runs(rows=4, width=10), runs(rows=8, width=5), runs()] == [5, 6, 7, 7]
-    assert runs(rows=100) == 1
-
-
-def test_sums_of_parts():
-    on_ranks(3, in_a_group, adds_up)
+    check(rows=40)
+    assert [check(), check(), check(has_bias=True), check(has_bias=True), check(layout=misaligned)] == [2, 2, 3, 3, 4]
+    assert [check(dtype=BF16), check(rows=4, width=10), check(rows=8, width=5), check()] == [5, 6, 7, 7]
+    assert check(rows=100) == 1
 
 
-class _Notes(list):
-    """In the place of a kernel: what it would have been launched with."""
+def test_async_reduce_scatter():
+    on_ranks(3, in_a_group, call_reduce_scatter)
+
+
+class _RecordingKernel(list):
+    """Stand-in for a kernel that records its launches."""
 
     def launch_bound(self, bound_launch, values):
         self.append((bound_launch, bound_launch.grid, bound_launch.filled(values), bound_launch.constants))
@@ -345,8 +346,8 @@ class _Notes(list):
         return self is other
 
 
-def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
-    exchange, kernels = object.__new__(AsyncCollective), (_Notes(), _Notes())
+def test_key_of_async_collective_launches():
+    exchange, kernels = object.__new__(AsyncCollective), (_RecordingKernel(), _RecordingKernel())
     exchange.workspace = SimpleNamespace(ctx=torch.zeros(1), launches=RecentCache(64))
     x, y = torch.zeros(4), torch.ones(4)
     calls = [
@@ -356,9 +357,9 @@ def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
         (kernels[0], (x, None), 2, (3, 7), {"A": 1}), (kernels[0], (x, y.double()), 2, (3, 7), {"A": 1}),
         (kernels[0], (x, misaligned(y)), 2, (3, 7), {"A": 1}), (kernels[0], (x,), 2, (7, 3), {"A": 1}),
     ]
-    for turn in range(3):
+    for repetition in range(3):
         for kernel, tensors, programs, numbers, constants in calls:
-            tensors = tuple(t if t is None or turn == 0 else other_like(t) for t in tensors)
+            tensors = tuple(t if t is None or repetition == 0 else other_like(t) for t in tensors)
             exchange._launch_on(tensors, kernel, programs, *numbers, **constants)
             _, grid, args, given = kernel[-1]
             assert grid == (programs, 1, 1) and given == constants
@@ -369,38 +370,38 @@ def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
 
 
 def other_like(tensor):
-    """Other memory that begins at a multiple of 16 bytes where the tensor's does."""
+    """Return a tensor in other memory, which is aligned to 16 bytes if ``tensor`` is."""
     return misaligned(tensor) if tensor.data_ptr() % 16 else tensor.clone()
 
 
-# ---- what is kept holds nobody's memory ----
+# ---- cached launches keep no memory alive ----
 
 
 def storages(tensors):
     return [weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor is not None]
 
 
-def of_projection(operator, group):
+def projection_tensors(operator, group):
     case = Projection(operator, FP32, 6, 16, 8, batch=1, group=group)
     return [case.x, case.weight, case.bias, case.dy, *case.run(config=ULYSSES).values()]
 
 
-def of_attention(group):
+def attention_tensors(group):
     case = Sharded(20, group=group)
     return [*case.own.values(), case.do, case.dlse, *case.run(config=ATTENTION).values()]
 
 
-def of_decode(group):
+def decode_tensors(group):
     case = Decode(2, 4, 2, 16, 24, tokens=2, group=group)
     return [case.q, case.k_cache, case.v_cache, case.lens, case.do, case.dlse, *case.run().values()]
 
 
-def of_swiglu(_):
+def swiglu_tensors(_):
     tensors = draw(0, 7, 6), draw(1, 7, 12), torch.tensor([2, 3], device=device())
     return [*tensors, swiglu_backward(*tensors, "swiglu")]
 
 
-def of_exchanges(group):
+def async_collective_tensors(group):
     x, own, bias = draw(0, 6, 16), draw(1, 6, 16), draw(2, 16)
     with AsyncAllGather("test of memory", {}, x, group, 4) as gather:
         gather.push(2)
@@ -411,9 +412,10 @@ def of_exchanges(group):
     return [x, own, bias]
 
 
-def outlives_nothing(group):
-    calls = [lambda group, operator=operator: of_projection(operator, group) for operator in OPERATORS]
-    for number, call in enumerate([*calls, of_attention, of_decode, of_swiglu, of_exchanges]):
+def check_tensors_are_freed(group):
+    calls = [lambda group, operator=operator: projection_tensors(operator, group) for operator in OPERATORS]
+    calls += [attention_tensors, decode_tensors, swiglu_tensors, async_collective_tensors]
+    for number, call in enumerate(calls):
         for _ in range(2):
             alive = storages(call(group))
             tdkernels.synchronize()
@@ -421,5 +423,5 @@ def outlives_nothing(group):
             assert not any(storage() is not None for storage in alive), f"call {number}"
 
 
-def test_launches_keep_no_tensor_of_a_call():
-    on_ranks(2, in_a_group, outlives_nothing)
+def test_launches_keep_no_tensor_alive():
+    on_ranks(2, in_a_group, check_tensors_are_freed)

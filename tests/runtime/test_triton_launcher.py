@@ -1,6 +1,6 @@
-"""Launches that are alike give Triton's C function what Triton's own launcher would, and less often ask for it.
+"""Bound launches: Triton's C launcher gets the arguments that Triton's Python launcher would pass, without calling it.
 
-On the launcher of the Triton that is installed, without a GPU: its C function is one that takes notes.
+The tests use the launcher of the installed Triton without a GPU; a recorder replaces its C function.
 """
 
 import functools
@@ -25,62 +25,62 @@ from tdkernels.runtime.triton_launcher import BoundLaunch, CapturedArguments
 from tests.lang.gpu_tensor import gpu_tensor
 
 GRID, STREAM = (3, 2, 1), 77
-MAPPED = {"swizzle": 3}  # what Triton has compiled for, where it is a tensor map
+MAPPED = {"swizzle": 3}  # Triton's metadata of a descriptor that is a tensor map
 SIGNATURE = {0: "*bf16", 1: "tensordesc<bf16[4,4]>", 2: "i32", 3: "*bf16", 4: "tensordesc<bf16[4,4]>", 5: "constexpr"}
 
 
 def descriptor(address):
-    made, base = object.__new__(TensorDescriptor), gpu_tensor(address)
-    made.__dict__.update(base=base, shape=[4, 8], strides=[8, 1], block_shape=[4, 4], padding="zero")
-    made.round_f32_to_tf32 = False
-    return made
+    descriptor, base = object.__new__(TensorDescriptor), gpu_tensor(address)
+    descriptor.__dict__.update(base=base, shape=[4, 8], strides=[8, 1], block_shape=[4, 4], padding="zero")
+    descriptor.round_f32_to_tf32 = False
+    return descriptor
 
 
-class _Notes(list):
-    """In the place of the C function."""
+class _Recorder(list):
+    """Stand-in for the C function; records its arguments."""
 
     def __call__(self, *args):
         self.append(args)
 
 
 class _Compiled(CompiledKernel):
-    """A compiled kernel with Triton's launcher, whose C function keeps what it is given in ``given``."""
+    """A compiled kernel with Triton's launcher; the arguments of the C function are recorded in ``given``."""
 
     module = None  # nothing to unload, see CompiledKernel.__del__ from triton 3.8 on
 
-    def __init__(self, described=(MAPPED, None), scratch=0):
-        self.given = _Notes()
+    def __init__(self, tensordesc_meta=(MAPPED, None), scratch=0):
+        self.given = _Recorder()
         self.function, self.packed_metadata = 11, (4, 1, 0)
-        self.metadata = SimpleNamespace(tensordesc_meta=described)
+        self.metadata = SimpleNamespace(tensordesc_meta=tensordesc_meta)
         launcher = object.__new__(driver.CudaLauncher)
         launcher.__dict__.update(num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, gsan_enabled=False)
         launcher.__dict__.update(arg_annotations="annotations", kernel_signature=b"signature")
         for size in ("global_scratch", "profile_scratch"):
             launcher.__dict__.update({f"{size}_size": scratch, f"{size}_align": 1})
-        signature = SIGNATURE if described is not None else {0: "*bf16", 1: "i32", 2: "*bf16"}
-        meta = None if described is None else [*described]
+        signature = SIGNATURE if tensordesc_meta is not None else {0: "*bf16", 1: "i32", 2: "*bf16"}
+        meta = None if tensordesc_meta is None else [*tensordesc_meta]
         launcher.launch = driver.wrap_handle_tensordesc(self.given, signature, meta)
         self._run = launcher
 
     run = property(lambda self: self._run)
 
     def __getitem__(self, grid):
-        return lambda *args: self.by_triton(grid, args)
+        return lambda *args: self.launch_by_triton(grid, args)
 
-    def by_triton(self, grid, args):
+    def launch_by_triton(self, grid, args):
         self.run(*grid, STREAM, self.function, self.packed_metadata, None, None, None, *args)
         return self.given[-1]
 
 
 @pytest.fixture(autouse=True)
-def a_driver(monkeypatch):
-    """Triton's launcher asks for the active driver in each launch, from 3.8 on; here there is no GPU for it."""
+def active_driver(monkeypatch):
+    """Provide an active driver without a GPU; from 3.8 on Triton's launcher queries it in each launch."""
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())
 
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The addresses for which a tensor map was made, in turn."""
+    """The addresses of encoded tensor maps, in order."""
     addresses, plain = [], driver.make_tensordesc_arg
 
     @functools.wraps(plain)
@@ -95,7 +95,7 @@ def encoded(monkeypatch):
 
 
 def pointer_signature(given):
-    """What the C function makes of its arguments."""
+    """Return the addresses and values that the C function reads from its arguments."""
     if isinstance(given, (tuple, list)) and not (given and given[0] == "map"):
         return [pointer_signature(arg) for arg in given]
     return given.data_ptr() if isinstance(given, torch.Tensor) else given
@@ -105,34 +105,34 @@ def arguments(address, number):
     return [gpu_tensor(address), descriptor(address + 64), number, gpu_tensor(8), descriptor(address + 128), 5]
 
 
-PLACES = 4, 0, 2, 1  # of the arguments; 3 and 5 are the same in all launches
+INDICES = 4, 0, 2, 1  # indices of the arguments; 3 and 5 are constant
 
 
 def values_of(args):
-    return [getattr(args[at], "base", args[at]) for at in PLACES]
+    return [getattr(args[at], "base", args[at]) for at in INDICES]
 
 
-def test_the_c_function_gets_what_triton_would_give_it(encoded):
+def test_c_function_gets_the_arguments_of_triton(encoded):
     compiled = _Compiled()
-    repeat = CapturedArguments.of(compiled, GRID, arguments(4096, 1), PLACES)
-    assert not compiled.given, "nothing has been launched"
+    captured = CapturedArguments.of(compiled, GRID, arguments(4096, 1), INDICES)
+    assert not compiled.given, "the capture must not launch"
     for address, number in ((8192, 2), (4096, -1), (0, 1 << 40), (8192, 3)):
         args = arguments(address, number)
-        expected = pointer_signature(compiled.by_triton(GRID, args))
-        repeat(values_of(args), STREAM)
+        expected = pointer_signature(compiled.launch_by_triton(GRID, args))
+        captured(values_of(args), STREAM)
         assert pointer_signature(compiled.given[-1]) == expected
-        repeat(values_of(args), STREAM + 1)
+        captured(values_of(args), STREAM + 1)
         assert pointer_signature(compiled.given[-1]) != expected
 
 
-def test_of_kernels_without_descriptors_too(encoded):
-    compiled = _Compiled(described=None)
-    repeat = CapturedArguments.of(compiled, GRID, [gpu_tensor(16), 2, None], [1, 0])
-    expected = pointer_signature(compiled.by_triton(GRID, [gpu_tensor(32), 3, None]))
-    repeat([3, gpu_tensor(32)], STREAM)
+def test_kernels_without_descriptors(encoded):
+    compiled = _Compiled(tensordesc_meta=None)
+    captured = CapturedArguments.of(compiled, GRID, [gpu_tensor(16), 2, None], [1, 0])
+    expected = pointer_signature(compiled.launch_by_triton(GRID, [gpu_tensor(32), 3, None]))
+    captured([3, gpu_tensor(32)], STREAM)
     assert pointer_signature(compiled.given[-1]) == expected
-    repeat([3, None], STREAM)
-    assert pointer_signature(compiled.given[-1]) == pointer_signature(compiled.by_triton(GRID, [None, 3, None]))
+    captured([3, None], STREAM)
+    assert pointer_signature(compiled.given[-1]) == pointer_signature(compiled.launch_by_triton(GRID, [None, 3, None]))
 
 
 class Sizes(NamedTuple):
@@ -142,37 +142,37 @@ class Sizes(NamedTuple):
     width: int
 
 
-def test_tuples_are_the_same_in_all_launches(encoded):
-    compiled = _Compiled(described=None)
-    args = [gpu_tensor(16), 2, (1, 8, 64), Sizes(16, 32, 1, 4)]  # as many fields as there are arguments
-    repeat = CapturedArguments.of(compiled, GRID, args, [1, 0])
+def test_tuples_are_constant(encoded):
+    compiled = _Compiled(tensordesc_meta=None)
+    args = [gpu_tensor(16), 2, (1, 8, 64), Sizes(16, 32, 1, 4)]  # a tuple with as many fields as there are arguments
+    captured = CapturedArguments.of(compiled, GRID, args, [1, 0])
     args[:2] = gpu_tensor(32), 3
-    expected = pointer_signature(compiled.by_triton(GRID, args))
-    repeat([3, gpu_tensor(32)], STREAM)
+    expected = pointer_signature(compiled.launch_by_triton(GRID, args))
+    captured([3, gpu_tensor(32)], STREAM)
     assert pointer_signature(compiled.given[-1]) == expected
 
 
-def test_a_tensor_map_is_made_once_for_an_address(encoded, monkeypatch):
+def test_tensor_map_is_encoded_once_per_address(encoded, monkeypatch):
     monkeypatch.setattr(triton_launcher, "_MAX_MAPS", 2)
-    repeat = CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), PLACES)
+    captured = CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), INDICES)
     encoded.clear()
-    for address in (0, 256, 0, 256, 512, 0):  # the third of them is one too many
-        repeat(values_of(arguments(address, 1)), STREAM)
+    for address in (0, 256, 0, 256, 512, 0):  # the third address exceeds the limit
+        captured(values_of(arguments(address, 1)), STREAM)
     assert encoded == [64, 320, 576, 64]
 
 
-def test_what_is_kept_are_no_operands(encoded):
-    bound_launch = BoundLaunch(GRID, arguments(4096, 1), PLACES, {})
-    kept = [arg for arg in bound_launch._args if arg is not None]
-    assert [getattr(arg, "base", None) for arg in kept] == [None] * 4
+def test_bound_launch_keeps_no_operands(encoded):
+    bound_launch = BoundLaunch(GRID, arguments(4096, 1), INDICES, {})
+    constants = [arg for arg in bound_launch._args if arg is not None]
+    assert [getattr(arg, "base", None) for arg in constants] == [None] * 4
     other = arguments(64, 9)
     filled = bound_launch.filled(values_of(other))
     assert pointer_signature([filled[at] for at in (0, 2, 3, 5)]) == [64, 9, 8, 5]
     assert [vars(filled[at]) for at in (1, 4)] == [vars(other[at]) for at in (1, 4)]
 
 
-@pytest.mark.parametrize("unknown", ["scratch", "no scratch", "module", "wrapper", "expands by itself", "takes fewer"])
-def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch, unknown):
+@pytest.mark.parametrize("unknown", ["scratch", "no scratch", "module", "wrapper", "expands args", "takes fewer"])
+def test_unknown_launchers_are_not_bypassed(encoded, monkeypatch, unknown):
     compiled = _Compiled(scratch=16 if unknown == "scratch" else 0)
     if unknown == "no scratch":
         del compiled.run.global_scratch_size
@@ -180,15 +180,15 @@ def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch,
         compiled._run = SimpleNamespace(launch=print)
     elif unknown == "wrapper":
         compiled.run.launch = lambda *args: None
-    elif unknown == "expands by itself":
+    elif unknown == "expands args":
         compiled.run.launch = compiled.given
     elif unknown == "takes fewer":
         monkeypatch.setattr(driver.CudaLauncher, "__call__", lambda self, x, y: None)
-    assert CapturedArguments.of(compiled, GRID, arguments(4096, 1), PLACES) is None
+    assert CapturedArguments.of(compiled, GRID, arguments(4096, 1), INDICES) is None
 
 
 def _changed(compiled, change):
-    """Let Triton's launcher hand on what ``change`` makes of the arguments of the launch and those of the kernel."""
+    """Make Triton's launcher pass ``change(launch arguments, kernel arguments)`` to the C function."""
     expand, launcher = compiled.run.launch, compiled.given
 
     def inner(*args):
@@ -196,48 +196,50 @@ def _changed(compiled, change):
         triton_launcher._with_nonlocal(expand, "launcher", lambda *args: given.extend(args))(*args)
         nested = isinstance(given[-1], (tuple, list))
         first = len(given) - 1 if nested else next(at for at, arg in enumerate(given) if isinstance(arg, torch.Tensor))
-        of_launch, of_kernel = change(given[:first], list(given[-1] if nested else given[first:]))
-        launcher(*of_launch, of_kernel) if nested else launcher(*of_launch, *of_kernel)
+        launch_args, kernel_args = change(given[:first], list(given[-1] if nested else given[first:]))
+        launcher(*launch_args, kernel_args) if nested else launcher(*launch_args, *kernel_args)
 
     compiled.run.launch = inner
 
 
 CHANGES = {
-    "nothing": lambda of_launch, of_kernel: (of_launch, of_kernel),
-    "the order": lambda of_launch, of_kernel: (
-        of_launch, [of_kernel[7], *of_kernel[1:7], of_kernel[0], *of_kernel[8:]]
+    "nothing": lambda launch_args, kernel_args: (launch_args, kernel_args),
+    "the order": lambda launch_args, kernel_args: (
+        launch_args, [kernel_args[7], *kernel_args[1:7], kernel_args[0], *kernel_args[8:]]
     ),
-    "the number": lambda of_launch, of_kernel: (of_launch, [*of_kernel, 0]),
-    "an integer": lambda of_launch, of_kernel: (of_launch, [*of_kernel[:-1], of_kernel[-1] + 1]),
-    "the type of a number": lambda of_launch, of_kernel: (of_launch, [*of_kernel[:-1], float(of_kernel[-1])]),
-    "a tensor": lambda of_launch, of_kernel: (of_launch, [gpu_tensor(of_kernel[0].data_ptr()), *of_kernel[1:]]),
-    "what a map is": lambda of_launch, of_kernel: (of_launch, [of_kernel[0], 4160, *of_kernel[2:]]),
-    "memory of each launch": lambda of_launch, of_kernel: (
-        [object() if arg is None else arg for arg in of_launch], of_kernel
+    "the number": lambda launch_args, kernel_args: (launch_args, [*kernel_args, 0]),
+    "an integer": lambda launch_args, kernel_args: (launch_args, [*kernel_args[:-1], kernel_args[-1] + 1]),
+    "the type of a number": lambda launch_args, kernel_args: (launch_args, [*kernel_args[:-1], float(kernel_args[-1])]),
+    "a tensor": lambda launch_args, kernel_args: (
+        launch_args, [gpu_tensor(kernel_args[0].data_ptr()), *kernel_args[1:]]
+    ),
+    "a tensor map": lambda launch_args, kernel_args: (launch_args, [kernel_args[0], 4160, *kernel_args[2:]]),
+    "scratch memory": lambda launch_args, kernel_args: (
+        [object() if arg is None else arg for arg in launch_args], kernel_args
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_launcher_that_hands_on_other_arguments_is_called_as_it_is(encoded, caplog, monkeypatch, change):
+def test_launchers_that_pass_other_arguments_are_not_bypassed(encoded, caplog, monkeypatch, change):
     monkeypatch.setattr(tested_versions, "_reported_slow_launches", False)
     compiled = _Compiled()
     args = arguments(4096, 1)
-    of_kernel = pointer_signature(compiled.by_triton(GRID, args)[-1])
-    assert not isinstance(of_kernel, list) or of_kernel[7:9] == [8, 4224], "the pointers that CHANGES swaps"
+    kernel_args = pointer_signature(compiled.launch_by_triton(GRID, args)[-1])
+    assert not isinstance(kernel_args, list) or kernel_args[7:9] == [8, 4224], "CHANGES swaps these pointers"
     _changed(compiled, CHANGES[change])
     with caplog.at_level(logging.WARNING):
-        repeats = [CapturedArguments.of(compiled, GRID, args, PLACES) for _ in range(3)]
+        captures = [CapturedArguments.of(compiled, GRID, args, INDICES) for _ in range(3)]
     if change == "nothing":
-        assert None not in repeats and not caplog.records
+        assert None not in captures and not caplog.records
     else:
-        assert repeats == [None] * 3
+        assert captures == [None] * 3
         assert ["its launcher is not the one that was tested" in record.message for record in caplog.records] == [True]
 
 
 @pytest.fixture
 def another_version(monkeypatch):
-    """As if a Triton of an untested version were installed."""
+    """Pretend that an untested version of Triton is installed."""
     monkeypatch.setattr(triton, "__version__", "3.999.0")
     monkeypatch.setattr(tested_versions, "_reported_slow_launches", False)
     tested_versions.triton_is_tested.cache_clear()
@@ -246,7 +248,7 @@ def another_version(monkeypatch):
     tested_versions.triton_is_tested.cache_clear()
 
 
-def test_the_installed_version_is_tested():
+def test_installed_version_is_tested():
     assert tested_versions.triton_is_tested(), "add it to TESTED_VERSIONS once these tests pass with it"
 
 
@@ -257,18 +259,18 @@ def _kernel(x_ptr, desc, n, y_ptr, other, SIZE: tl.constexpr):
 
 @pytest.fixture
 def found(monkeypatch, encoded):
-    """What Triton was asked to look for, each time with the compiled kernel that it found."""
+    """The kernels that Triton compiled or found, one for each launch that went through it."""
     kernels = []
 
     def run(self, *args, grid, warmup, **kwargs):
         kernels.append(_Compiled())
-        kernels[-1].by_triton(grid, [*args, *kwargs.values()])
+        kernels[-1].launch_by_triton(grid, [*args, *kwargs.values()])
         return kernels[-1]
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_kernel, "_key", lambda args, kwargs: None)  # nor has a launch that is none like another
+    monkeypatch.setattr(_kernel, "_key", lambda args, kwargs: None)  # launches are not cached by their key
     active = SimpleNamespace(get_current_stream=lambda at: STREAM)
     monkeypatch.setattr(triton_launcher, "driver", SimpleNamespace(active=active))
     return kernels
@@ -280,45 +282,45 @@ def launch(bound_launch, address, **options):
     return args
 
 
-def test_the_second_launch_does_not_search_and_the_third_does_not_work_anything_out(found, encoded, monkeypatch):
-    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+def test_second_launch_bypasses_jit_and_third_reuses_tensor_maps(found, encoded, monkeypatch):
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], INDICES, {"SIZE": 5})
     for address in (4096, 8192, 4096, 8192):
         args = launch(bound_launch, address)
-        assert pointer_signature(found[-1].given[-1]) == pointer_signature(found[-1].by_triton(GRID, args))
+        assert pointer_signature(found[-1].given[-1]) == pointer_signature(found[-1].launch_by_triton(GRID, args))
     assert len(found) == 1
     encoded.clear()
     launch(bound_launch, 8192)
     assert not encoded
-    for device, stream in ((0, 99), (1, STREAM)):  # that of another device is not the current one
+    for device, stream in ((0, 99), (1, STREAM)):  # a stream of another device is not used
         launch(bound_launch, 8192, stream=SimpleNamespace(cuda_stream=99, device_index=device))
         assert [number for number in (99, STREAM) if number in found[0].given[-1]] == [stream]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch(bound_launch, 8192)
-    assert len(found) == 2, "another device has its own"
+    assert len(found) == 2, "each device has its own kernel"
 
 
-def test_of_another_version_every_launch_is_left_to_triton(found, another_version, caplog):
-    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+def test_untested_versions_are_not_bypassed(found, another_version, caplog):
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], INDICES, {"SIZE": 5})
     with caplog.at_level(logging.WARNING):
         for address in (4096, 4096, 4096):
             launch(bound_launch, address)
         for _ in range(2):
             _kernel[GRID](*arguments(4096, 1)[:5], SIZE=5)
     assert len(found) == 5 and not _kernel._known
-    assert CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), PLACES) is None
+    assert CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), INDICES) is None
     (record,) = caplog.records
     assert "triton 3.999.0, which takes the host longer: it was tested with triton 3.6, 3.7, 3.8" in record.message
 
 
-def test_who_listens_to_launches_hears_of_them(found, encoded):
-    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+def test_launch_hooks_are_called(found, encoded):
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], INDICES, {"SIZE": 5})
     for _ in range(3):
         launch(bound_launch, 4096)
-    heard = lambda metadata: None  # noqa: E731
-    knobs.runtime.launch_enter_hook.add(heard)
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
     try:
         encoded.clear()
         launch(bound_launch, 4096)
-        assert encoded == [4160], "Triton's own launcher, which calls hooks, makes its maps anew"
+        assert encoded == [4160], "Triton's own launcher, which calls hooks, encodes its tensor map again"
     finally:
-        knobs.runtime.launch_enter_hook.remove(heard)
+        knobs.runtime.launch_enter_hook.remove(hook)

@@ -1,4 +1,4 @@
-"""Kernels with a bug planted: what the interpreter executes is made of source text in which a line was replaced."""
+"""Mutants: kernels with a planted bug; the interpreter executes their source text with one line replaced."""
 
 import contextlib
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from importlib import import_module
 
 @contextlib.contextmanager
 def mutated(kernel, old, new):
-    """Within, interpreted launches run ``kernel`` (a ``td.jit`` function) with ``old`` replaced by ``new``.
+    """Make interpreted launches run ``kernel`` (a ``td.jit`` function) with ``old`` replaced by ``new``.
 
-    Raises:   AssertionError if ``old`` is not in the source exactly once: then the mutant has to change, too
+    Raises:   AssertionError if ``old`` does not occur exactly once in the source: then the mutant must be updated
     """
     rewriter, interpreted = kernel._interpreted.rewriter, kernel._interpreted
     prepare = rewriter._prepare_source
@@ -32,14 +32,14 @@ def mutated(kernel, old, new):
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug and a way in which it is a race.
+    """A bug that causes a data race in a variant.
 
-    Attributes: way, a name of ``tests.support.variants``; module, kernel, old, new as for ``mutated``; file, which one
-    of the two accesses of a report has to name; calls that are made, and whether with a backward pass. It lets the
-    ranks meet in another operator after each call, which orders what would be a race without it.
+    Attributes: variant, a name of ``tests.support.variants``; module, kernel, old, new as for ``mutated``; file, which
+    one of the two accesses of a race must be in; calls, their number; backward, whether each call has a backward pass.
+    A backward runs another operator, which orders accesses that would otherwise be a race.
     """
 
-    way: str
+    variant: str
     module: str
     kernel: str
     old: str
@@ -52,7 +52,7 @@ class Mutant:
         return mutated(getattr(import_module(self.module), self.kernel), self.old, self.new)
 
 
-# The letters are those of the reliability report.
+# The letters refer to the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
         "ag_gemm push", "tdkernels.ops.collectives.kernel_async_all_gather", "push_shard",
@@ -98,11 +98,11 @@ MUTANTS = {
         "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
         "kernel_async_all_gather.py",
     ),
-    "arrive is relaxed": Mutant(
+    "is_last_arriver is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang.signals", "is_last_arriver",
         'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "small_m_gemm.py",
     ),
-    "a put that came by the network is awaited without await_put": Mutant(
+    "a network put is awaited without await_put": Mutant(
         "ag_gemm across nodes of 1", "tdkernels.ops.collectives.kernel_async_multinode", "await_chunk",
         "td.await_put(", "td.wait_plan(", "kernel_async_multinode.py",
     ),

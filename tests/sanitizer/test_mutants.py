@@ -1,4 +1,4 @@
-"""The race checker reports planted bugs, most of which do not show in the values that the interpreter computes."""
+"""The race checker finds planted bugs, most of which do not change the values that the interpreter computes."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from tests.sanitizer.mutants import MUTANTS, mutated
 from tests.support.dense_oracle import Case
 from tests.support.ranks import DEVICE, on_ranks
 from tests.support.simulated_nodes import on_nodes
-from tests.support.variants import WAYS
+from tests.support.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 
 
-def calls(way, number, backward):
-    """Calls of a dense operator without looking at the values: of some mutants they are wrong, too."""
-    operator, shape, changes = way.args
+def run_calls(variant, number, backward):
+    """Call a dense operator without checking its results, which some mutants make wrong."""
+    operator, shape, changes = variant.args
     case = Case(operator, torch.float32, *shape, exact=True)
     for _ in range(number):
         if backward:
@@ -28,43 +28,43 @@ def calls(way, number, backward):
 
 
 def races_of(mutant):
-    """What the checker finds. The first call is made without the bug, so that the ranks have agreed on everything."""
-    way = WAYS[mutant.way]
+    """Return the races of a mutant. The first call runs without the bug, so that the consensus checks have passed."""
+    variant = VARIANTS[mutant.variant]
 
     def run():
-        calls(way, 1, mutant.backward)
+        run_calls(variant, 1, mutant.backward)
         with record(check=False) as races, mutant.planted():
-            calls(way, mutant.calls, mutant.backward)
+            run_calls(variant, mutant.calls, mutant.backward)
         return list(races)
 
-    return run() if way.local is None else on_nodes(way.local, run)
+    return run() if variant.local is None else on_nodes(variant.local, run)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name):
     mutant = MUTANTS[name]
-    first, *others = on_ranks(WAYS[mutant.way].world_size, races_of, mutant)
+    first, *others = on_ranks(VARIANTS[mutant.variant].world_size, races_of, mutant)
     assert first, "no race was found"
     assert all([str(race) for race in other] == [str(race) for race in first] for other in others)
     files = {access.file.rpartition("/")[2] for race in first for access in (race.first, race.second)}
     assert mutant.file in files, first[0]
 
 
-def raises_on_every_rank():
-    way = WAYS["gemm_ar one_shot"]
-    calls(way, 1, True)
+def raise_race_error():
+    variant = VARIANTS["gemm_ar one_shot"]
+    run_calls(variant, 1, True)
     with pytest.raises(RaceError, match="race in workspace 'gemm_ar one shot' of rank") as caught:
         with record(), MUTANTS["L: an acquire load is relaxed"].planted():
-            calls(way, 1, True)
+            run_calls(variant, 1, True)
     race = caught.value.races[0]
     with record() as races:
-        calls(way, 1, True)
+        run_calls(variant, 1, True)
     return race, list(races)
 
 
-def test_a_report_names_both_accesses_and_the_signal():
-    for race, after in on_ranks(3, raises_on_every_rank):
-        assert not after, "the mutant was not taken back"
+def test_report_names_both_accesses_and_the_signal():
+    for race, after in on_ranks(3, raise_race_error):
+        assert not after, "the mutation was not reverted"
         write, read = race.first, race.second
         assert {write.kind, read.kind} == {"write", "read"} and write.rank != read.rank
         for access in (write, read):
@@ -77,7 +77,7 @@ def test_a_report_names_both_accesses_and_the_signal():
         assert f"no signal from rank {write.rank} was acquired" in race.acquired
 
 
-def test_a_mutant_that_matches_nothing_fails():
+def test_mutant_without_a_match_fails():
     with pytest.raises(AssertionError, match="0 times in load_acquire"):
         with mutated(memory.load_acquire, "no such line", ""):
             pass

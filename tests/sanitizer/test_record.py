@@ -1,4 +1,4 @@
-"""``record`` itself: what it leaves behind, when it refuses, and the edges that the operators do not exercise alone."""
+"""``record``: cleanup, rejected devices, and happens-before edges that no operator exercises alone."""
 
 import os
 
@@ -24,7 +24,7 @@ WORDS = 16
 
 @td.jit
 def push_kernel(ctx, plan, SIGNALS: tl.constexpr, WAITS: tl.constexpr):
-    """Program 0 stores into the next rank's memory; program 1 reads what the rank before has stored in ours."""
+    """Program 0 stores into the next rank's memory; program 1 reads what the previous rank stored in this rank's."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     number, half, signal = td.call(ctx, plan)
     offs = tl.arange(0, 16)
@@ -48,7 +48,7 @@ def push(signals=True, waits=True):
     workspace.after_launch()
 
 
-def pushes(*args):
+def record_push(*args):
     push()
     with record(check=False) as races:
         push(*args)
@@ -56,8 +56,8 @@ def pushes(*args):
 
 
 @pytest.mark.parametrize("signals, waits, races", [(True, True, 0), (True, False, 1), (False, False, 1)])
-def test_a_wait_and_a_signal_are_needed(signals, waits, races):
-    for found in on_ranks(2, pushes, signals, waits):
+def test_signal_and_wait_prevent_a_race(signals, waits, races):
+    for found in on_ranks(2, record_push, signals, waits):
         assert len(found) == races, found
         if races:
             first, second = found[0].first, found[0].second
@@ -67,24 +67,24 @@ def test_a_wait_and_a_signal_are_needed(signals, waits, races):
             assert ("= " in found[0].released) == signals
 
 
-def pushes_twice_around_a(meeting):
-    """Only what the ranks do between orders the third call's store after the first call's load on the peer."""
+def push_around_host_sync(sync):
+    """Only host synchronization orders the third call's store after the first call's load on the peer."""
     push()
     with record(check=False) as races:
         push()
-        if meeting == "barrier":
+        if sync == "barrier":
             dist.barrier()
-        if meeting == "exchange":
+        if sync == "exchange":
             get_workspace(resolve_group(), torch.device("cpu"), "test_record").group.exchange("test", "")
         push()
-        push()  # the half of the first
+        push()  # the same half as the first
     return len(races)
 
 
-@pytest.mark.parametrize("meeting", [None, "barrier", "exchange"])
-def test_collectives_of_the_host_are_edges(meeting):
-    # With two ranks that push to each other each waits for the other: a race between calls takes three.
-    assert on_ranks(3, pushes_twice_around_a, meeting) == [int(meeting is None)] * 3
+@pytest.mark.parametrize("sync", [None, "barrier", "exchange"])
+def test_host_collectives_are_edges(sync):
+    # Two ranks that push to each other wait for each other; a race between calls needs three ranks.
+    assert on_ranks(3, push_around_host_sync, sync) == [int(sync is None)] * 3
 
 
 # ---- the network ----
@@ -92,7 +92,7 @@ def test_collectives_of_the_host_are_edges(meeting):
 
 @td.jit
 def put_kernel(ctx, plan, FENCE: tl.constexpr):
-    """A put without a signal, then a signal, which only a fence keeps behind the put."""
+    """A put without a signal, then a signal; only the fence orders the signal after the put."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     number, half, signal = td.call(ctx, plan)
     offs = tl.arange(0, 16)
@@ -110,7 +110,7 @@ def put_kernel(ctx, plan, FENCE: tl.constexpr):
     td.finish(ctx)
 
 
-def puts(fence):
+def record_put(fence):
     workspace = get_workspace(resolve_group(), torch.device("cpu"), "test_record_put", across_nodes=True)
     plan = workspace.prepare("test_record_put", {}, 256, 1)
     with record(check=False) as races:
@@ -121,8 +121,8 @@ def puts(fence):
 
 
 @pytest.mark.parametrize("fence", [True, False])
-def test_a_signal_comes_after_a_put_only_by_a_fence(fence):
-    for races in on_ranks(2, on_nodes, 1, puts, fence):
+def test_fence_orders_a_signal_after_a_put(fence):
+    for races in on_ranks(2, on_nodes, 1, record_put, fence):
         assert len(races) == (not fence), races
         assert fence or races[0].first.item == "put"
 
@@ -130,7 +130,7 @@ def test_a_signal_comes_after_a_put_only_by_a_fence(fence):
 # ---- a session ----
 
 
-def leaves_nothing_behind():
+def check_patches():
     patched = (
         (InterpreterBuilder, "create_masked_load"), (InterpreterBuilder, "create_atomic_rmw"),
         (GridExecutor, "__call__"), (Kernel, "run"), (Kernel, "__call__"), (AsyncCollective, "_copy"),
@@ -145,25 +145,25 @@ def leaves_nothing_behind():
     assert [getattr(owner, name) for owner, name in patched] == before
 
 
-def test_nothing_is_patched_outside_a_recording():
-    on_ranks(2, leaves_nothing_behind)
+def test_patches_are_reverted():
+    on_ranks(2, check_patches)
 
 
-def fails_on_rank_1():
+def raise_on_rank_1():
     with record() as races:
         if dist.get_rank() == 1:
             raise KeyError("the test's own")
     return list(races)
 
 
-def test_an_exception_on_one_rank_is_what_is_raised():
+def test_exception_on_one_rank_is_raised():
     with pytest.raises(RankError) as caught:
-        on_ranks(2, fails_on_rank_1)
+        on_ranks(2, raise_on_rank_1)
     assert [type(error) for error in caught.value.exceptions] == [type(None), KeyError]
     assert caught.value.results[0] == []
 
 
-def is_refused_on_a_gpu():
+def record_on_gpu():
     rank_device, launch._rank_device = launch._rank_device, torch.device("cuda", 0)
     try:
         with pytest.raises(RuntimeError, match=r'CPU ranks only.*RankPool\(world_size, device="cpu"\)'), record():
@@ -180,11 +180,11 @@ def is_refused_on_a_gpu():
             workspace.device = torch.device("cpu")
 
 
-def test_gpus_are_refused():
-    on_ranks(2, is_refused_on_a_gpu)
+def test_gpus_are_rejected():
+    on_ranks(2, record_on_gpu)
 
 
-def test_every_run_of_a_pool_is_recorded_by_the_variable(monkeypatch):
+def test_environment_variable_records_every_run_of_a_pool(monkeypatch):
     monkeypatch.setenv("TDKERNELS_SANITIZE", "1")
     with fresh_ranks(2) as pool:
         pool.run(push)

@@ -1,4 +1,4 @@
-"""The seeded scheduler: a seed replays exactly, programs share the work queue, and a deadlock is an error."""
+"""The seeded scheduler: a seed replays exactly, programs share the work queue, and a deadlock raises an error."""
 
 import pytest
 import torch
@@ -13,38 +13,38 @@ from tests.ops.dense.cases import config_for
 from tests.sanitizer.mutants import MUTANTS
 from tests.support.dense_oracle import Case
 from tests.support.ranks import DEVICE, on_ranks
-from tests.support.variants import WAYS
+from tests.support.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the scheduler runs on CPU ranks")
 SEEDS = range(2)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_values_are_right_in_any_order(name):
-    way = WAYS[name]
-    for points in on_ranks(way.world_size, fuzz, way, SEEDS):
-        assert min(points) > 0, "no rank could be interrupted"
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_are_correct_in_any_order(name):
+    variant = VARIANTS[name]
+    for points in on_ranks(variant.world_size, fuzz, variant, SEEDS):
+        assert min(points) > 0, "a rank had no scheduling point"
 
 
-def is_replayed(way, seeds):
-    way.run(2)
+def replay(variant, seeds):
+    variant.run(2)
     logs = []
     for seed in seeds:
         with schedule(seed) as scheduled:
-            way.run()
+            variant.run()
         logs.append(scheduled.events)
     return logs
 
 
 @pytest.mark.parametrize("name", ["gemm_rs forward", "tp_moe"])
-def test_a_seed_is_replayed(name):
-    for first, again, other in on_ranks(3, is_replayed, WAYS[name], [5, 5, 6]):
+def test_seed_is_replayed(name):
+    for first, again, other in on_ranks(3, replay, VARIANTS[name], [5, 5, 6]):
         assert first == again != other and len(first) > 10
 
 
 @td.jit
 def items_kernel(ctx, taken_ptr):
-    """Each program leaves its id at the items that it takes."""
+    """Each program stores its id at the work items that it fetches."""
     item = td.await_work_item(td.fetch_work_item(ctx))
     while item < 12:
         tl.store(taken_ptr + item, tl.program_id(0))
@@ -52,7 +52,7 @@ def items_kernel(ctx, taken_ptr):
     td.finish(ctx)
 
 
-def shares_a_work_queue(seeds):
+def share_work_queue(seeds):
     workspace = get_workspace(resolve_group(), torch.device("cpu"), "test_schedule")
     workspace.prepare("test_schedule", {}, 256, 1)
     shared = []
@@ -68,13 +68,13 @@ def shares_a_work_queue(seeds):
 
 
 def test_programs_share_the_work_queue():
-    for shared in on_ranks(2, shares_a_work_queue, range(8)):
+    for shared in on_ranks(2, share_work_queue, range(8)):
         assert max(shared) > 2, shared
 
 
-def wrong_values(mutant, seeds):
-    """The seeds whose schedule gives this rank a wrong value; no rank stops at one, as the others would wait for it."""
-    operator, shape, changes = WAYS[mutant.way].args
+def failing_seeds(mutant, seeds):
+    """Return the seeds that give this rank a wrong value; all seeds run, since the other ranks wait for this one."""
+    operator, shape, changes = VARIANTS[mutant.variant].args
     case = Case(operator, torch.float32, *shape, exact=True)
     config = config_for(case, **changes)
     case.run(config=config)
@@ -87,30 +87,30 @@ def wrong_values(mutant, seeds):
     return found
 
 
-def test_an_order_that_the_interpreter_never_takes_shows_a_missing_wait():
-    # Without a schedule program 0 takes all items one after the other, and the values are right.
+def test_schedule_reveals_a_missing_wait():
+    # Without a schedule program 0 processes all items in turn, and the values are correct.
     mutant = MUTANTS["H: gemm_rs forwards without waiting for its own tiles"]
-    assert any(on_ranks(3, wrong_values, mutant, range(20)))
+    assert any(on_ranks(3, failing_seeds, mutant, range(20)))
 
 
 @td.jit
-def waits_kernel(ctx):
-    """Waits for a signal that no rank raises."""
+def wait_kernel(ctx):
+    """Wait for a signal that no rank sends."""
     td.wait(ctx, td.signal_at(ctx, 0, 0), td.epoch(ctx) + 1, 0)
     td.finish(ctx)
 
 
-def waits_for_ever():
+def wait_forever():
     workspace = get_workspace(resolve_group(), torch.device("cpu"), "test_schedule")
     workspace.prepare("test_schedule", {}, 256, 1)
     with schedule(0):
         workspace.before_launch()
-        waits_kernel[(1,)](workspace.ctx)
+        wait_kernel[(1,)](workspace.ctx)
 
 
-def test_a_deadlock_is_an_error_that_names_the_waits():
+def test_deadlock_error_names_the_waits():
     with pytest.raises(RankError) as caught:
-        on_ranks(2, waits_for_ever)
+        on_ranks(2, wait_forever)
     for rank, error in enumerate(caught.value.exceptions):
         text = f"rank {rank}: deadlock: program 0 waits for signal 0 of half 0 in workspace 'test_schedule' of rank"
         assert type(error).__name__ == "DeadlockError" and text in str(error), repr(error)

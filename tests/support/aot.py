@@ -1,4 +1,4 @@
-"""Compile a kernel for a GPU that is not there, with just the specialisation that a launch would give it."""
+"""Compile a kernel ahead of time for a GPU that is not present, with the specialization that a launch would use."""
 
 import contextlib
 import re
@@ -31,18 +31,18 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 
-# In the place of the network's libraries, NVSHMEM on NVIDIA and rocSHMEM on AMD.
+# Stubs of the network libraries: NVSHMEM on NVIDIA, rocSHMEM on AMD.
 _NVSHMEM = Path(__file__).with_name("nvshmem_stub.ll")
 _ROCSHMEM = Path(__file__).parents[1] / "lang" / "rocshmem_stand_in.ll"
 
-# What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
+# Shared memory per program in bytes; a kernel that needs more compiles but cannot be launched.
 SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 
-PLAN = 3  # the number of the plan that launches are given
+PLAN = 3  # the plan id of all launches
 
 
 def compile_for(kernel, args, kwargs, arch):
-    """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
+    """Compile the kernel (``.asm``, ``.metadata``) of a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     options, *specialization = specialised(kernel, args, kwargs, arch)
     compiled = triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
     kernel_digests.record(kernel, arch, compiled)
@@ -50,7 +50,7 @@ def compile_for(kernel, args, kwargs, arch):
 
 
 def specialised(kernel, args, kwargs, arch):
-    """All that Triton compiles a launch for: (options, signature, constants, attributes)."""
+    """Return all inputs of Triton's compiler for a launch: (options, signature, constants, attributes)."""
     backend = make_backend(TARGETS[arch])
     network = {"extern_libs": network_library(arch)} if kernel._network else {}
     kwargs = with_constexpr_fields({"debug": False, **network, **kwargs})
@@ -61,7 +61,7 @@ def specialised(kernel, args, kwargs, arch):
 
 
 def network_library(arch):
-    """What a kernel that speaks to the network is linked with."""
+    """Return the libraries that a kernel with network primitives is linked with."""
     if arch.startswith("sm"):
         return {"nvshmem": str(_NVSHMEM)}
     with pytest.MonkeyPatch.context() as patch:
@@ -70,40 +70,40 @@ def network_library(arch):
 
 
 def pointer(dtype):
-    """Something that specialises like an aligned tensor on the GPU."""
+    """Return an operand that specializes like an aligned tensor on the GPU."""
     return torch.empty(64, dtype=dtype)
 
 
 def descriptor(dtype, shape, block):
-    """Something that specialises like a host-made tensor descriptor."""
+    """Return an operand that specializes like a tensor descriptor made on the host."""
     return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)
 
 
 def narrow(ptx):
-    """Loads and stores of less than 8 bytes a thread; words of 8 are what signals and tables are made of."""
+    """Return the loads and stores of less than 8 bytes per thread; signals and tables consist of 64-bit words."""
     return re.findall(r"(?:ld|st)\.global\.[bu](?:8|16|32)\b.*", ptx)
 
 
 def assemble(ptx, gpu="sm_90a"):
-    """(what ptxas tells of it, its machine code: [(address, instruction)])."""
+    """Return (the output of ptxas -v, the machine code: [(address, instruction)])."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "cubin")
         ptxas = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={gpu}", "-o", cubin, "-"]
-        told = subprocess.run(ptxas, input=ptx, text=True, capture_output=True, check=True).stderr
+        report = subprocess.run(ptxas, input=ptx, text=True, capture_output=True, check=True).stderr
         dump = [knobs.nvidia.cuobjdump.path, "-sass", cubin]
         sass = subprocess.run(dump, text=True, capture_output=True, check=True).stdout
-    return told, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    return report, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
 
 
 def unwritten(code):
-    """Instructions that read a uniform register which nothing has written on some way there: [(address, instruction)].
+    """Return the instructions that read a uniform register not written on every path there: [(address, instruction)].
 
-    ptxas 12.8 forgets where a tile lies in shared memory, and what a register happens to hold then decides which
-    numbers are multiplied. No test on a GPU need show it.
+    ptxas 12.8 may drop the shared memory address of a tile, so that the old contents of a register select the operands
+    of an MMA. A test on a GPU need not show it.
     """
     at = {address: number for number, (address, _) in enumerate(code)}
     steps = [_uniform_registers(text) for _, text in code]
-    before, todo = {0: 0}, [0]  # the registers that every way to an instruction has written, as bits
+    before, todo = {0: 0}, [0]  # bit mask of the registers written on all paths to an instruction
     while todo:
         number = todo.pop()
         after = before[number] | steps[number][0]
@@ -116,7 +116,7 @@ def unwritten(code):
 
 
 def _next(text, number, at):
-    """The numbers of the instructions that may follow."""
+    """Return the indices of the instructions that may follow."""
     guarded = text.startswith("@")
     opcode, _, operands = text.split(" ", 1)[1].partition(" ") if guarded else text.partition(" ")
     if opcode.startswith("BRA"):
@@ -126,21 +126,21 @@ def _next(text, number, at):
 
 
 def _uniform_registers(text):
-    """(those that an instruction writes, those that it reads), as bits."""
+    """Return (registers that an instruction writes, registers that it reads), as bit masks."""
     opcode, _, operands = (text.split(" ", 1)[1] if text.startswith("@") else text).partition(" ")
     operands = operands.split(", ")
     written = read = 0
-    # What begins with U writes uniform registers, but for copies, which read them, and what writes predicates.
+    # Opcodes with the prefix U write uniform registers, except copies, which read them, and those that set predicates.
     others = opcode.startswith(("UTMA", "UBLK", "UISETP"))
     if opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not others and re.match(r"UR\d", operands[0]):
         pair = not opcode.startswith(("R2UR", "S2UR")) and (".64" in opcode or ".WIDE" in opcode)
         written = (3 if pair else 1) << int(operands.pop(0).strip()[2:])
-    elif opcode == "ELECT":  # a predicate, and which thread it was
+    elif opcode == "ELECT":  # writes a predicate and the elected thread
         register = operands.pop(1).strip()[2:]
         written = 0 if register == "Z" else 1 << int(register)
     for operand in operands:
         for register in map(int, re.findall(r"\bUR(\d+)\b", operand)):
-            if "gdesc" in operand:  # of both matrices, of which the first may be in registers of the threads
+            if "gdesc" in operand:  # descriptors of both matrices; the first matrix may be in registers
                 count = 12 if re.match(r"R\d", operands[1]) else 15
             else:
                 count = 3 if "desc" in operand or opcode.startswith("UIADD3.64") else 1
@@ -149,7 +149,7 @@ def _uniform_registers(text):
 
 
 def product_loops(code):
-    """The instructions of each loop that multiplies by wgmma and has none in it that does."""
+    """Return the instructions of each innermost loop that contains wgmma."""
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]
     spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
@@ -161,7 +161,7 @@ def product_loops(code):
 
 
 class _Recorder:
-    """In the place of a kernel: keeps what it would have been launched with."""
+    """Stand-in for a kernel: records the arguments of its launches."""
 
     def __init__(self, kernel, launches):
         self._kernel, self._launches = kernel, launches
@@ -178,10 +178,10 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded_launches(launchers, ranks=1, nodes=1):
-    """Within, a launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+    """Replace the kernels of a launcher's module, and yield the list of (kernel, args, kwargs) of their launches.
 
-    ``launchers``: the module, or a tuple of several; ``nodes``: on how many nodes the group's ``ranks`` are, for those
-    who ask their workspace.
+    ``launchers``: the module, or a tuple of modules; ``nodes``: the number of nodes of the group's ``ranks``, for
+    launchers that query their workspace.
     """
     launches = []
     workspace = MagicMock(

@@ -1,9 +1,9 @@
-"""What the dense operators have to give, from the unsharded computation, and how near to it is near enough.
+"""Expected results of the dense operators, from the unsharded computation, and the error bound.
 
     case = Case("ag_gemm", torch.bfloat16, rows=37, n=29, k=51, bias=True)
     case.check(case.run())                # forward and every gradient, by name
 
-Every rank makes the same full operands from the seed and keeps its own part of them.
+Every rank draws the same full operands from the seed and keeps its shard.
 """
 
 import math
@@ -17,8 +17,8 @@ from tests.support.ranks import device
 
 GRADIENTS = {"x": "dx", "weight": "dweight", "bias": "dbias"}
 
-# The sizes of each tensor; and by which of them each operator divides it between the ranks. A tensor that is not named
-# is whole on every rank. The gradient of a tensor has its sizes.
+# The sizes of each tensor, and the dimension along which each operator shards it. A tensor that is not listed is
+# replicated. The gradient of a tensor has the same sizes.
 SIZES = {"x": "MK", "weight": "NK", "bias": "N", "output": "MN"}
 DIVIDED = {
     "ag_gemm": {"x": "M", "weight": "N", "bias": "N", "output": "N"},
@@ -26,28 +26,28 @@ DIVIDED = {
     "gemm_ar": {"x": "K", "weight": "K"},
 }
 OPERATORS = list(DIVIDED)
-_LIKE = {"dy": "output", **{gradient: name for name, gradient in GRADIENTS.items()}}  # the others' namesakes above
+_LIKE = {"dy": "output", **{gradient: name for name, gradient in GRADIENTS.items()}}  # tensor with the same sizes
 
 
 def whole_shape(operator, rows, n, k, world_size):
-    """M, N and K of a problem of which this is a rank's part."""
+    """Return M, N and K of the whole problem for a rank's rows, n and k."""
     divided = DIVIDED[operator].values()
     return tuple(world_size * own if size in divided else own for size, own in zip("MNK", (rows, n, k), strict=True))
 
 
 class Case:
-    """A rank's part of one problem, on the rank's device.
+    """A rank's shard of one problem, on the rank's device.
 
     Args:     operator: one of OPERATORS
-              rows, n, k: a rank's part of M, N and K, or all of what the operator does not divide: the weight of a rank
-              is [n, k], x of ag_gemm and gemm_ar is [rows, k], the output of gemm_rs and gemm_ar is [rows, n]
-              exact: draw from -1, 0 and 1, so that every sum is exact in every dtype and `check` asks for equality
+              rows, n, k: a rank's share of M, N and K, or the whole size if the operator does not shard it: the weight
+              of a rank is [n, k], x of ag_gemm and gemm_ar is [rows, k], the output of gemm_rs and gemm_ar is [rows, n]
+              exact: draw from -1, 0 and 1, so that every sum is exact in every dtype and `check` requires equality
               rank, world_size: in the group that the operator is called with; None means the world
 
-    x, weight, bias and dy are this rank's operands and its part of the gradient of the output; a test may replace them
-    by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64 from the
-    unsharded computation, and as plain torch computes them in the dtype on the device. `whole` names the results that
-    are the same on every rank, `shape` is that of the whole problem: M, N, K.
+    x, weight, bias and dy are this rank's operands and its shard of the gradient of the output; a test may replace them
+    with tensors of the same values. `expected` and `low` hold this rank's shard of the results, by name: in fp64 from
+    the unsharded computation, and as torch computes them in the dtype on the device. `whole` names the replicated
+    results, `shape` is that of the whole problem: M, N, K.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class Case:
         full = {name: operand.to(**to_device) for name, operand in operands.items()}
         own = self.own_parts({**operands, "dy": dy})
         self.low = self.own_parts(_unsharded(full, dy.to(**to_device)))
-        self.low |= self._products_of_a_rank(full, dy.to(**to_device))
-        # A copy, so that it is a tensor of its own and not a view of the full one.
+        self.low |= self._local_products(full, dy.to(**to_device))
+        # A copy, so that it is a separate tensor and not a view of the full one.
         own = {name: part.to(**to_device).clone(memory_format=torch.contiguous_format) for name, part in own.items()}
         self.x, self.weight = own["x"].requires_grad_(), own["weight"].requires_grad_()
         self.bias = own["bias"].requires_grad_() if bias else None
         self.dy = own["dy"]
 
-    def _products_of_a_rank(self, full, dy):
-        """Those results that a rank computes whole from what it has or gathers, by plain torch in the rank's shapes.
+    def _local_products(self, full, dy):
+        """Return the results that a rank computes whole from its own or gathered operands, by torch in its shapes.
 
-        A library adds in another order for another shape: in fp32 that alone can double the error of a small result.
+        A library uses another order of summation for another shape, which can double the error of a small fp32 result.
         """
         own = self.own_parts({**full, "dy": dy})
-        # Rows are gathered, columns are not.
+        # Rows are gathered; columns are not.
         x = full["x"] if self.divided.get("x") == "M" else own["x"]
         dy = dy if self.divided.get("output") == "M" else own["dy"].contiguous()
         results = {"dweight": dy.t() @ x}
-        # A product over columns that are divided is only a term of the result.
+        # If K is sharded, the local product is only a partial sum.
         if "K" not in self.divided.values():
             results["output"] = F.linear(x, own["weight"], own.get("bias"))
         if "N" not in self.divided.values():
@@ -119,7 +119,7 @@ class Case:
         return getattr(tdkernels, self.operator)(self.x, self.weight, self.bias, **options)
 
     def run(self, **options):
-        """Forward and backward; the results by name: "output" and the gradients of what requires one."""
+        """Run forward and backward; return "output" and the gradients of operands that require one, by name."""
         for operand in (self.x, self.weight, self.bias):
             if operand is not None:
                 operand.grad = None
@@ -129,13 +129,13 @@ class Case:
         return {"output": output.detach(), **self.gradients()}
 
     def gradients(self):
-        """The gradients that the operands have, by name."""
+        """Return the gradients of the operands, by name."""
         operands = {name: getattr(self, name) for name in GRADIENTS}
         return {GRADIENTS[n]: t.grad for n, t in operands.items() if t is not None and t.grad is not None}
 
     def check(self, results):
-        """Raise AssertionError unless each of the named results is near enough to what is expected."""
-        tdkernels.synchronize()  # an error that a kernel has recorded says more than its wrong result
+        """Raise AssertionError if one of the named results exceeds the error bound."""
+        tdkernels.synchronize()  # raises the error of a kernel before its result is compared
         for name, got in results.items():
             title = f"{name} of {self.title}"
             got = got.reshape(self.expected[name].shape)
@@ -148,7 +148,7 @@ class Case:
 
 
 def _unsharded(operands, dy):
-    """Output and gradients of F.linear on full operands, by name."""
+    """Return output and gradients of F.linear on full operands, by name."""
     operands = {name: operand.detach().clone().requires_grad_() for name, operand in operands.items()}
     output = F.linear(operands["x"], operands["weight"], operands.get("bias"))
     output.backward(dy)
@@ -156,19 +156,19 @@ def _unsharded(operands, dy):
 
 
 def relative_error(value, exact):
-    """Frobenius norm of the difference over that of ``exact``, in fp64; NaN or infinite where ``value`` is."""
+    """Return |value - exact| / |exact| in the Frobenius norm, in fp64; NaN or infinite if ``value`` is."""
     difference = (value.detach().cpu().double() - exact).norm().item()
     scale = exact.norm().item()
-    if scale == 0.0:  # empty, or nothing but zeros
+    if scale == 0.0:  # empty or all zeros
         return 0.0 if difference == 0.0 else math.inf
     return difference / scale
 
 
 def assert_close(name, got, exact, low):
-    """Raise AssertionError unless ``got`` is at most twice as far from ``exact`` (fp64) as plain torch's ``low``."""
+    """Raise AssertionError if the error of ``got`` exceeds twice that of torch's ``low``; ``exact`` is in fp64."""
     assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, not {list(exact.shape)}"
     assert got.dtype == low.dtype, f"{name}: {got.dtype}, not {low.dtype}"
-    # A tiny output can be exact by luck in plain torch, so that one counts as no better than a rounding, u = eps / 2.
+    # A small output may be exact in torch by chance, so the bound is at least one rounding, u = eps / 2.
     bound = 2 * max(relative_error(low, exact), torch.finfo(low.dtype).eps / 2)
     assert math.isfinite(bound), f"{name}: plain torch is off by {bound / 2}, which bounds nothing"
     error = relative_error(got, exact)

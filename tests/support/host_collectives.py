@@ -1,6 +1,6 @@
-"""torch's collectives on GPU tensors by way of the host, for ranks that share GPUs.
+"""torch's collectives on GPU tensors through host memory, for ranks that share GPUs.
 
-NCCL takes one rank a GPU, and gloo knows few collectives of GPU tensors. These are what tests compare with, so they
+NCCL needs a GPU for each rank, and gloo supports few collectives of GPU tensors. Tests use these as a baseline, so they
 need not be fast: each tensor is copied to the host, exchanged there, and copied back. Collectives of host tensors are
 torch's own.
 """
@@ -20,24 +20,24 @@ _NAMES = [
 
 
 def install():
-    """Put them in the place of torch's, in this process."""
+    """Replace torch's collectives in this process."""
     for name in _NAMES:
-        if hasattr(dist, name):  # some are of later versions
-            by_host = _by_host(getattr(dist, name))
+        if hasattr(dist, name):  # some exist only in later versions of torch
+            through_host = _through_host(getattr(dist, name))
             for module in (dist, c10d):
-                setattr(module, name, by_host)
-    # Those names have been looked up before.
-    torch_collectives._all_gather = _by_host(torch_collectives._all_gather)
-    torch_collectives._reduce_scatter = _by_host(torch_collectives._reduce_scatter)
+                setattr(module, name, through_host)
+    # This module has already looked up its functions.
+    torch_collectives._all_gather = _through_host(torch_collectives._all_gather)
+    torch_collectives._reduce_scatter = _through_host(torch_collectives._reduce_scatter)
 
 
-def _by_host(collective):
+def _through_host(collective):
     @functools.wraps(collective)
     def call(*args, **kwargs):
         if not _has_gpu_tensor((*args, *kwargs.values())):
             return collective(*args, **kwargs)
         copies, async_op = [], kwargs.pop("async_op", False)
-        # What they write to is the first argument of all of them.
+        # The first argument of every collective is its output.
         args = [_to_host(arg, [] if number else copies) for number, arg in enumerate(args)]
         kwargs = {name: _to_host(arg, [] if args else copies) for name, arg in kwargs.items()}
         result = collective(*args, **kwargs)
@@ -55,7 +55,7 @@ def _has_gpu_tensor(args):
 
 
 def _to_host(arg, copies):
-    """The argument with all GPU tensors in it copied; (theirs, ours) of each are added to ``copies``."""
+    """Return the argument with all GPU tensors copied to the host; append (tensor, copy) of each to ``copies``."""
     if isinstance(arg, list | tuple):
         return type(arg)(_to_host(one, copies) for one in arg)
     if not isinstance(arg, torch.Tensor) or not arg.is_cuda:
@@ -65,7 +65,7 @@ def _to_host(arg, copies):
 
 
 class _Done:
-    """What a collective that has ended gives for ``async_op``."""
+    """The result of a finished collective with ``async_op``."""
 
     def wait(self):
         return True

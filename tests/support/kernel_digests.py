@@ -1,11 +1,11 @@
-"""Compare what kernels compile to, before and after a change that must not alter them.
+"""Compare compiled kernels before and after a change that must not alter them.
 
     TDKERNELS_KERNEL_DIGESTS=before.txt TRITON_DISABLE_LINE_INFO=1 python -m pytest -q tests/compiled   # old revision
     TDKERNELS_KERNEL_DIGESTS=after.txt TRITON_DISABLE_LINE_INFO=1 python -m pytest -q tests/compiled    # new revision
     python -m tests.support.kernel_digests before.txt after.txt
 
-Each line of a file is a kernel, a target and the SHA-256 of its PTX or AMD assembly. Names of files and lines are left
-out of the text that is hashed.
+Each line of a file holds a kernel, a target and the SHA-256 of its PTX or AMD assembly. File names and line numbers are
+removed from the hashed text.
 """
 
 import collections
@@ -19,7 +19,7 @@ _VARIABLE = "TDKERNELS_KERNEL_DIGESTS"
 
 
 def record(kernel, arch, compiled):
-    """Append the digest of a compiled kernel to the file that the environment names, if it names one."""
+    """Append the digest of a compiled kernel to the file named by the environment variable, if it is set."""
     path = os.environ.get(_VARIABLE)
     if path is None:
         return
@@ -32,7 +32,7 @@ def record(kernel, arch, compiled):
 
 
 def compare(before, after):
-    """The lines that only one of two files has, as text; each distinct line of a file counts once."""
+    """Return the lines that differ between two files, and a summary; each distinct line of a file counts once."""
     old, new = (set(Path(path).read_text().splitlines()) for path in (before, after))
     lines = [f"- {line}" for line in sorted(old - new)] + [f"+ {line}" for line in sorted(new - old)]
     kernels = collections.Counter(line.split()[1] for line in new)

@@ -1,5 +1,5 @@
-; NVSHMEM's device functions as tdkernels.lang.nvshmem declares them, for compiling kernels where the library is not.
-; Nothing of them is inlined or left out, so that a kernel's PTX shows what it calls.
+; Stub of NVSHMEM's device functions as declared in tdkernels.lang.nvshmem, to compile kernels without the library.
+; The functions are neither inlined nor eliminated, so that a kernel's PTX shows its calls.
 target datalayout = "e-p6:32:32-i64:64-i128:128-i256:256-v16:16-v32:32-n16:32:64"
 target triple = "nvptx64-nvidia-cuda"
 

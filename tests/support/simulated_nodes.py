@@ -1,4 +1,4 @@
-"""Groups on simulated nodes: ranks of one machine that reach each other by the network only, unless on the same node.
+"""Groups on simulated nodes: ranks of one machine that communicate over the emulated network between nodes.
 
     with a_group_on_nodes(2) as group:      # nodes of two ranks each
         z = tdkernels.gemm_rs(x, weight, group=group)
@@ -19,19 +19,19 @@ from tests.support.ranks import ASKED
 from tests.support.subset import THOROUGH
 
 needs_gpus = pytest.mark.skipif(ASKED == "shared", reason="NVSHMEM needs a GPU for each rank")
-# For what says little that is new: run only where somebody asks for all.
+# For cases that add little: they run only if TDKERNELS_TEST_THOROUGH is set.
 thorough = pytest.mark.skipif(not THOROUGH, reason="set TDKERNELS_TEST_THOROUGH=1 to run it")
 
 
 @contextlib.contextmanager
 def a_group_on_nodes(local_world_size, ranks=None):
-    """A group of these ranks, else of all, on nodes of so many ranks each; destroyed at the end. Collective."""
+    """Create a group of ``ranks`` (default: all) on nodes of ``local_world_size`` ranks, until exit. Collective."""
     before = os.environ.get(topology.VARIABLE)
     os.environ[topology.VARIABLE] = str(local_world_size)
     try:
         group = dist.new_group(ranks)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            _ = group_state(group).topology  # found while the variable says so
+            _ = group_state(group).topology  # cached while the variable is set
     finally:
         if before is None:
             del os.environ[topology.VARIABLE]
@@ -48,7 +48,7 @@ def a_group_on_nodes(local_world_size, ranks=None):
 
 @contextlib.contextmanager
 def the_world_on_nodes(local_world_size):
-    """Within, the world itself is on nodes of so many ranks each: for what knows of no group. Collective."""
+    """Put the world itself on nodes of ``local_world_size`` ranks, for code that takes no group. Collective."""
     world = resolve_group()
     with scratch_state(world) as state:
         state._topology = topology.Topology(dist.get_rank(), dist.get_world_size(), local_world_size)
@@ -58,11 +58,11 @@ def the_world_on_nodes(local_world_size):
 
 
 def on_nodes(local_world_size, fn, *args):
-    """In a rank: call a function, for which the world is on nodes."""
+    """In a rank: call a function while the world is on simulated nodes."""
     with the_world_on_nodes(local_world_size):
         return fn(*args)
 
 
 def reseed(seed):
-    """Begin the emulated networks' order anew; nothing on GPUs."""
+    """Reset the order of messages in the emulated networks; no effect on GPUs."""
     emulated_network.reseed(seed)

@@ -1,6 +1,6 @@
-"""Which combinations of parameters a test is asked: all of them on GPUs; on CPU ranks, which take long, a selection.
+"""Select combinations of test parameters: all on GPUs; on CPU ranks, which are slow, a covering subset.
 
-What breaks in one combination nearly always breaks in all that share a value or two with it.
+A bug that shows in one combination nearly always shows in all combinations that share one or two of its values.
 """
 
 import itertools
@@ -16,7 +16,7 @@ MAYBE_ON_GPUS = EVERYTHING or DEVICE == "auto" and torch.cuda.is_available()
 
 
 def pairs(*axes, everything=EVERYTHING):
-    """Combinations of a value of each axis that hold, between them, every two values of two axes; few for that."""
+    """Return combinations that together contain every pair of values of two axes; fewer than the full product."""
     if everything or len(axes) < 3:
         return list(itertools.product(*axes))
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
@@ -29,9 +29,9 @@ def pairs(*axes, everything=EVERYTHING):
 
 
 def turns(values, others, each=1, everything=EVERYTHING):
-    """Every value, which is a tuple, with ``each`` of the tuples in ``others``; these take turns, so all of them come.
+    """Return every value (a tuple) joined with ``each`` of the tuples in ``others``, which are used in turn.
 
-    For values of which each has to be asked, but not everywhere.
+    For values that must all be tested, but not with each of ``others``.
     """
     turn = itertools.cycle(others)
     number = len(others) if everything else each
@@ -39,9 +39,9 @@ def turns(values, others, each=1, everything=EVERYTHING):
 
 
 def at_once(values, separately=MAYBE_ON_GPUS):
-    """Lists of values for a test that starts ranks for each list: to start them takes the CPU longer than all else.
+    """Return lists of values for a test that starts ranks for each list, which dominates its time on the CPU.
 
-    One list, or on GPUs one for each value: there ``tdkernels.synchronize`` raises the first error of any group, and
-    after the first value of such a list there may be one.
+    One list; on GPUs one list per value, because there ``tdkernels.synchronize`` raises the first error of any group,
+    and the first value of a list may leave one.
     """
     return [[value] for value in values] if separately else [list(values)]

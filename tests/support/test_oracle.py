@@ -1,4 +1,4 @@
-"""The bound that the other tests rest on lets nothing through that it should not."""
+"""The error bound of the oracle rejects wrong results."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_bound_is_twice_the_error_of_plain_torch():
 
 
 @pytest.mark.parametrize("dtype, u", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 2**-24)])
-def test_plain_torch_counts_as_no_better_than_a_rounding(dtype, u):
+def test_bound_is_at_least_one_rounding(dtype, u):
     exact = torch.ones(1, dtype=torch.float64)
     low = exact.to(dtype)
     assert_close("y", low + 2 * u, exact, low)
@@ -26,7 +26,7 @@ def test_plain_torch_counts_as_no_better_than_a_rounding(dtype, u):
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_not_a_number_fails(wrong):
+def test_nan_and_inf_fail(wrong):
     for exact in (torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)):
         low = exact.float()
         bad = low.clone()
@@ -47,7 +47,7 @@ def test_shape_dtype_and_zero():
             assert_close("y", wrong, exact, low)
 
 
-def notices_a_wrong_element(operator, exact):
+def detect_wrong_element(operator, exact):
     case = Case(operator, torch.bfloat16, 9, 7, 11, exact=exact)
     results = case.run()
     case.check(results)
@@ -60,5 +60,5 @@ def notices_a_wrong_element(operator, exact):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_wrong_element_is_noticed(operator, exact):
-    on_ranks(2, notices_a_wrong_element, operator, exact)
+def test_wrong_element_is_detected(operator, exact):
+    on_ranks(2, detect_wrong_element, operator, exact)

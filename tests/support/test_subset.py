@@ -1,4 +1,4 @@
-"""What is selected holds what it should, and is less."""
+"""Selected parameter combinations cover every pair of values, and are fewer than all."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from tests.support.subset import at_once, pairs, turns
 AXES = [[1, 2, 3, 4], ["a", "b", "c"], [None, {}, []], [5, 6]]
 
 
-def test_every_two_values_come_together():
+def test_pairs_cover_every_two_values():
     chosen = pairs(*AXES, everything=False)
     everything = list(itertools.product(*AXES))
     assert all(combination in everything for combination in chosen)
@@ -20,11 +20,11 @@ def test_every_two_values_come_together():
 
 
 @pytest.mark.parametrize("axes, everything", [(AXES, True), (AXES[:2], False), (AXES[:1], False)])
-def test_on_gpus_and_of_one_axis_or_two_all_are_chosen(axes, everything):
+def test_pairs_returns_all_on_gpus_and_for_one_or_two_axes(axes, everything):
     assert pairs(*axes, everything=everything) == list(itertools.product(*axes))
 
 
-def test_others_take_turns():
+def test_turns():
     values, others = [("a", 0), ("b", 1), ("c", 2), ("d", 3)], [(1,), (2,), (3,)]
     assert turns(values, others, everything=False) == [("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 1)]
     two_each = turns(values, others, 2, everything=False)
@@ -33,6 +33,6 @@ def test_others_take_turns():
     assert sorted(turns(values, others, everything=True)) == [(*v, *o) for v in values for o in others]
 
 
-def test_at_once_or_separately():
+def test_at_once():
     assert at_once("abc", separately=False) == [["a", "b", "c"]]
     assert at_once("abc", separately=True) == [["a"], ["b"], ["c"]]

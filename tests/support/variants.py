@@ -1,8 +1,8 @@
-"""Every operator in every variant, as calls with small uneven shapes that check their own results.
+"""Every variant of every operator, as calls with small uneven shapes that check their own results.
 
-For what is asked of all of them: the race checker (``tests/sanitizer``) and the fuzzer (``tests/fuzz.py``). The
-functions are those that the operators' own tests use; each makes one call or a few, forward and backward where there is
-a backward, and compares the results with the reference.
+The race checker (``tests/sanitizer``) and the fuzzer (``tests/fuzz.py``) run all of them. The functions are shared with
+the operators' own tests. Each makes one or more calls, with a backward if there is one, and compares the results with
+the reference.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.attention.ag_attention import cases as attention
-from tests.ops.attention.ag_attention.oracle import many as of_shards
+from tests.ops.attention.ag_attention.oracle import enlarge as of_shards
 from tests.ops.attention.flash_decode import cases as decoding
-from tests.ops.attention.flash_decode.oracle import many as of_sequences
+from tests.ops.attention.flash_decode.oracle import enlarge as of_sequences
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.collectives import cases as collective
-from tests.ops.collectives.test_collectives import WAYS as COLLECTIVES
+from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVES
 from tests.ops.dense import cases as dense
 from tests.ops.experts.dispatch import all_to_all_cases, all_to_all_low_latency_cases, low_latency_cases
 from tests.ops.experts.dispatch import cases as expert_parallel
@@ -23,10 +23,10 @@ from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
 from tests.ops.experts.ep_moe import cases as expert_layer
 from tests.ops.experts.tp_moe import cases as tensor_experts
 from tests.support.simulated_nodes import on_nodes
-from tests.test_protocol import WAYS as DENSE
+from tests.test_protocol import VARIANTS as DENSE
 
 FP32 = torch.float32
-_DENSE = (20, 9, 7)  # rows, n, k of a rank
+_DENSE = (20, 9, 7)  # rows, n, k per rank
 _TOKENS = [3, 0, 7, 1]
 _EXPERTS = dict(tokens=_TOKENS, k=2, experts_each=2, width=33, dtype=FP32, seed=1)
 _LAYER = dict(tokens=_TOKENS, k=2, experts_each=2, width=20, hidden=12, dtype=FP32, seed=3)
@@ -46,11 +46,11 @@ def _name(operator, changes):
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One variant of an operator.
 
     Attributes: operator; function and args, which make ``calls`` calls of it in each of ``world_size`` ranks; local,
-    the ranks of a simulated node, if the ranks are on several.
+    the number of ranks per simulated node, or None for a single node.
     """
 
     operator: str
@@ -61,55 +61,61 @@ class Way:
     local: int | None = None
 
     def run(self, calls=1):
-        """Make at least so many calls, all of them in one group."""
+        """Make at least ``calls`` calls, all of them in one group."""
         if self.local is None:
             self.run_here(calls)
         else:
             on_nodes(self.local, self.run_here, calls)
 
     def run_here(self, calls):
-        """As ``run``, where the group is on nodes already."""
+        """Make the calls; the world is already on simulated nodes if ``local`` is set."""
         for _ in range(-(-calls // self.calls)):
             self.function(*self.args)
 
 
 ONE_NODE = {
-    **{_name(op, changes): Way(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
-    "gemm_ar one_shot split K": Way(
+    **{_name(op, changes): Variant(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
+    "gemm_ar one_shot split K": Variant(
         "gemm_ar", 3, _exact, ("gemm_ar", (5, 9, 140), {"exchange": "one_shot", "split_k": 2})
     ),
     **{
-        _name(op, changes): Way(op, 3, collective.has_a_gradient, (op, FP32, changes), 3)
+        _name(op, changes): Variant(op, 3, collective.computes_gradient, (op, FP32, changes), 3)
         for op, changes in COLLECTIVES
     },
-    "all_to_all": Way("all_to_all", 3, all_to_all_cases.moves, (_ROWS, 2, None), 2),
-    "all_to_all low latency": Way("all_to_all", 3, all_to_all_low_latency_cases.moves, (_ROWS, 2, None), 2),
+    "all_to_all": Variant("all_to_all", 3, all_to_all_cases.moves, (_ROWS, 2, None), 2),
+    "all_to_all low latency": Variant("all_to_all", 3, all_to_all_low_latency_cases.moves, (_ROWS, 2, None), 2),
     **{
-        f"ep_dispatch {config}": Way("ep_dispatch", 3, expert_parallel.computes, (_EXPERTS, EXPERTS[config]))
+        f"ep_dispatch {config}": Variant("ep_dispatch", 3, expert_parallel.computes, (_EXPERTS, EXPERTS[config]))
         for config in ("small", "per expert")
     },
-    "ep_dispatch low latency": Way("ep_dispatch", 3, low_latency_cases.computes, (_EXPERTS, EXPERTS["small"], 2), 4),
-    "ep_moe": Way("ep_moe", 3, expert_layer.computes, (_LAYER, "default")),
-    "ep_moe fused": Way("ep_moe", 3, expert_layer.computes, (_LAYER, "fused")),
-    "tp_moe": Way("tp_moe", 3, tensor_experts.computes, (_SLICED, "default")),
-    "tp_moe three stages": Way("tp_moe", 3, tensor_experts.computes, (_SLICED, "three stages")),
-    "flash_decode": Way("flash_decode", 3, decoding.computes, (of_sequences(_DECODE), "small blocks")),
-    "ag_attention": Way("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
-    "ag_attention large chunks": Way("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")),
+    "ep_dispatch low latency": Variant(
+        "ep_dispatch", 3, low_latency_cases.computes, (_EXPERTS, EXPERTS["small"], 2), 4
+    ),
+    "ep_moe": Variant("ep_moe", 3, expert_layer.computes, (_LAYER, "default")),
+    "ep_moe fused": Variant("ep_moe", 3, expert_layer.computes, (_LAYER, "fused")),
+    "tp_moe": Variant("tp_moe", 3, tensor_experts.computes, (_SLICED, "default")),
+    "tp_moe three stages": Variant("tp_moe", 3, tensor_experts.computes, (_SLICED, "three stages")),
+    "flash_decode": Variant("flash_decode", 3, decoding.computes, (of_sequences(_DECODE), "small blocks")),
+    "ag_attention": Variant("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
+    "ag_attention large chunks": Variant(
+        "ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")
+    ),
     **{
-        f"ulysses {config}": Way("ulysses", 3, sequence_parallel.computes, (_ULYSSES, config))
+        f"ulysses {config}": Variant("ulysses", 3, sequence_parallel.computes, (_ULYSSES, config))
         for config in ("pulled at once", "pushed")
     },
 }
 ACROSS_NODES = {
     **{
-        f"{op} across nodes of {local}": Way(op, world_size, _exact, (op, (5, 9, 7), {}), local=local)
+        f"{op} across nodes of {local}": Variant(op, world_size, _exact, (op, (5, 9, 7), {}), local=local)
         for op in ("ag_gemm", "gemm_rs", "gemm_ar") for world_size, local in ((3, 1), (4, 2))
     },
-    "all_to_all across nodes": Way("all_to_all", 4, all_to_all_cases.moves, (_ROWS, 2, None), 2, local=2),
-    "ep_dispatch across nodes": Way("ep_dispatch", 4, expert_parallel.computes, (_EXPERTS, EXPERTS["small"]), local=2),
-    "flash_decode across nodes": Way(
+    "all_to_all across nodes": Variant("all_to_all", 4, all_to_all_cases.moves, (_ROWS, 2, None), 2, local=2),
+    "ep_dispatch across nodes": Variant(
+        "ep_dispatch", 4, expert_parallel.computes, (_EXPERTS, EXPERTS["small"]), local=2
+    ),
+    "flash_decode across nodes": Variant(
         "flash_decode", 4, decoding.computes, (of_sequences(_DECODE), "small blocks"), local=2
     ),
 }
-WAYS = ONE_NODE | ACROSS_NODES
+VARIANTS = ONE_NODE | ACROSS_NODES

@@ -1,12 +1,12 @@
 /* A stand-in for rocSHMEM's host library: the same interface, on POSIX shared memory between processes of this machine.
 
-   As C it exports plain names, as C++ the mangled ones of namespace rocshmem. Like the library that it stands for, it
-   aborts the process when it is called before its start or after its end. Environment variables make it fail:
+   Compiled as C it exports plain names, as C++ the mangled names of namespace rocshmem. Like the real library, it aborts
+   the process if it is called before init or after finalize. Environment variables make it fail:
      STAND_IN_FAIL         names of functions that return 1 or null
-     STAND_IN_VERSION      what it says it is, 3.4.0 by default
-     STAND_IN_UNREACHABLE  a PE that no other process reaches directly
-     STAND_IN_LOG          a file that gets a line for each call
-   LACKS_STREAMS leaves functions out, EMPTY all of them. */
+     STAND_IN_VERSION      the reported version, 3.4.0 by default
+     STAND_IN_UNREACHABLE  a PE without direct access from other processes
+     STAND_IN_LOG          a file to which each call appends a line
+   LACKS_STREAMS omits some functions, EMPTY all of them. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -41,9 +41,9 @@ typedef struct rocshmem_init_attr_t {
 
 #ifndef EMPTY
 
-/* ---- what the processes share: this, and behind it a heap for each PE ---- */
+/* ---- shared memory: this struct, followed by a heap for each PE ---- */
 
-enum { MOST_PES = 8, HEAP = 1 << 16 };
+enum { MAX_PES = 8, HEAP = 1 << 16 };
 typedef struct { int attached, arrived, turn, unused; } Shared;
 
 static Shared *shared;
@@ -100,7 +100,7 @@ static char *at(const void *local, int pe) {
   return heaps + (long)pe * HEAP + offset;
 }
 
-/* ---- streams: what is enqueued happens when the stream is told to run; stream 0 does not wait for that ---- */
+/* ---- streams: operations run when the test steps the stream, or immediately on stream 0 ---- */
 
 typedef struct { void *to; const void *from; size_t nbytes; } Copy;
 typedef struct { Copy copies[64]; int count; } Stream;
@@ -116,7 +116,7 @@ extern "C" {
 #endif
 void *stand_in_stream(void) { return calloc(1, sizeof(Stream)); }
 
-/* Let the next operation of a stream happen; returns how many are left. */
+/* Run the next operation of a stream; return the number of remaining ones. */
 int stand_in_step(void *stream) {
   Stream *s = (Stream *)stream;
   memcpy(s->copies[0].to, s->copies[0].from, s->copies[0].nbytes);
@@ -139,7 +139,7 @@ int rocshmem_get_uniqueid(rocshmem_uniqueid_t *uid) {
   if (fails("get_uniqueid")) return 1;
   memset(uid, 0, sizeof *uid);
   snprintf((char *)uid, sizeof *uid, "/tdkernels-stand-in-%d-%ld", (int)getpid(), (long)clock());
-  memset((char *)uid + 100, 0xa5, 28); /* so that all of it must travel */
+  memset((char *)uid + 100, 0xa5, 28); /* so that all bytes must be transferred */
   return 0;
 }
 
@@ -158,7 +158,7 @@ int rocshmem_init_attr(unsigned flags, rocshmem_init_attr_t *attr) {
   if (fails("init_attr") || flags != 1 || num_pes) return 1;
   for (int i = 100; i < 128; i++) if (((uint8_t *)&attr->uid)[i] != 0xa5) return 2;
   const char *name = (const char *)&attr->uid;
-  long size = 4096 + (long)MOST_PES * HEAP;
+  long size = 4096 + (long)MAX_PES * HEAP;
   int file = shm_open(name, O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, size)) return 3;
   shared = (Shared *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -1,4 +1,4 @@
-"""Where groups put their buffers in one heap, and NVSHMEM from the host, against stand-ins for its modules."""
+"""Placement of buffers in the SHMEM heap, and NVSHMEM on the host, against stand-ins for its modules."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
-    "taken, nbytes, place",
+    "taken, nbytes, address",
     [
         ([], 10, 0),
         ([], 101, None),
@@ -28,12 +28,12 @@ from tests.support.ranks import on_ranks
         ([(5, 95)], 6, None),
     ],
 )
-def test_first_fit(taken, nbytes, place):
-    assert shmem_heap.first_fit(taken, nbytes, 100) == place
+def test_first_fit(taken, nbytes, address):
+    assert shmem_heap.first_fit(taken, nbytes, 100) == address
 
 
 class _Runtime:
-    """A library whose processes are the ranks, in reverse order."""
+    """Stand-in for a SHMEM library whose PEs are the ranks in reverse order."""
 
     pe = property(lambda self: 10 - dist.get_rank() if dist.is_initialized() else 10)
     num_pes = 3
@@ -46,33 +46,33 @@ class _Runtime:
         return len(self.sizes) << 20
 
 
-def _places():
-    """Addresses and numbers of what groups take one after the other, and of which sizes pieces were allocated."""
-    mine = shmem_heap.Heap(_Runtime(), 8192)
-    pair, found = dist.new_group([0, 1]), []
+def _allocations():
+    """Return the addresses and PEs of buffers that groups take in turn, and the sizes of the allocated segments."""
+    heap = shmem_heap.Heap(_Runtime(), 8192)
+    pair, allocations = dist.new_group([0, 1]), []
     in_pair = dist.get_rank() < 2
     if in_pair:
-        found.append(mine.take(group_state(pair), 1000))
+        allocations.append(heap.take(group_state(pair), 1000))
     world = group_state(resolve_group(None))
     for nbytes in (3000, 1):
-        found.append(mine.take(world, nbytes))
-    mine.give_back(found[-2][0])
+        allocations.append(heap.take(world, nbytes))
+    heap.give_back(allocations[-2][0])
     for nbytes in (512, 5000, 9000):
-        found.append(mine.take(world, nbytes))
+        allocations.append(heap.take(world, nbytes))
     if in_pair:
         message = "no 0 MiB are free in .* on all ranks of the group; set TDKERNELS_HEAP_MB to more than 0"
         with pytest.raises(MemoryError, match=message):
-            mine.take(group_state(pair), 9000)
-        found.append(mine.take(group_state(pair), 3500))
-    return found, mine.runtime.sizes
+            heap.take(group_state(pair), 9000)
+        allocations.append(heap.take(group_state(pair), 3500))
+    return allocations, heap.runtime.sizes
 
 
-def test_groups_agree_on_a_place():
-    one, two, three = 1 << 20, 2 << 20, 3 << 20  # the pieces
-    world = [(place, [10, 9, 8]) for place in (one + 1024, one + 4096, one + 1024, two, three)]
+def test_groups_agree_on_addresses():
+    one, two, three = 1 << 20, 2 << 20, 3 << 20  # addresses of the segments
+    world = [(address, [10, 9, 8]) for address in (one + 1024, one + 4096, one + 1024, two, three)]
     first, last = [(one, [10, 9])], [(one + 4608, [10, 9])]
     sizes = [8192, 8192, 9216]
-    assert on_ranks(3, _places) == [(first + world + last, sizes)] * 2 + [(world, sizes)]
+    assert on_ranks(3, _allocations) == [(first + world + last, sizes)] * 2 + [(world, sizes)]
 
 
 OFFERS = [
@@ -85,14 +85,14 @@ OFFERS = [
 
 
 @pytest.mark.parametrize("offer, what", OFFERS)
-def test_what_is_no_number_becomes_no_address(offer, what):
+def test_invalid_numbers_are_rejected(offer, what):
     group = types.SimpleNamespace(exchange=lambda operator, text: [json.dumps(offer)])
     with pytest.raises(ValueError, match=f"{what} must be an integer from 0 to"):
         shmem_heap.Heap(_Runtime(), 8192).take(group, 1000)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
-def test_a_heap_of_no_size(monkeypatch, text):
+def test_invalid_heap_size_is_rejected(monkeypatch, text):
     monkeypatch.setenv(shmem_heap.VARIABLE, text)
     with pytest.raises(ValueError, match=f"{shmem_heap.VARIABLE} must be a positive number of MiB, not '{text}'"):
         shmem_heap.heap_bytes()
@@ -101,19 +101,19 @@ def test_a_heap_of_no_size(monkeypatch, text):
 # ---- NVSHMEM ----
 
 
-@pytest.mark.parametrize("names, found", [
+@pytest.mark.parametrize("names, expected", [
     (["libnvshmem_device.bc"], "libnvshmem_device.bc"),
     (["libnvshmem_device_sm_90.bc", "libnvshmem_device_sm_80.bc"], "libnvshmem_device_sm_90.bc"),
     (["libnvshmem_device_sm_80.bc"], None),
 ])
-def test_the_device_library_of_a_gpu(tmp_path, names, found):
+def test_device_library_of_a_gpu(tmp_path, names, expected):
     for name in names:
         (tmp_path / name).touch()
-    if found is None:
+    if expected is None:
         with pytest.raises(ImportError, match="device_sm_90.bc .* was not found"):
             nvshmem.device_library((9, 0), [tmp_path])
     else:
-        assert nvshmem.device_library((9, 0), [tmp_path / "nowhere", tmp_path]) == str(tmp_path / found)
+        assert nvshmem.device_library((9, 0), [tmp_path / "nowhere", tmp_path]) == str(tmp_path / expected)
 
 
 def test_without_nvshmem4py(monkeypatch):
@@ -123,10 +123,10 @@ def test_without_nvshmem4py(monkeypatch):
         nvshmem._modules()
 
 
-@pytest.mark.parametrize("version, fine", [("3.4.5", True), ("4.0.0", True), ("3.3.9", False), ("2.11.0", False)])
-def test_versions(version, fine):
+@pytest.mark.parametrize("version, supported", [("3.4.5", True), ("4.0.0", True), ("3.3.9", False), ("2.11.0", False)])
+def test_versions(version, supported):
     core = types.SimpleNamespace(get_version=lambda: types.SimpleNamespace(libnvshmem_version=version))
-    if fine:
+    if supported:
         assert nvshmem._checked_version(core) == version
     else:
         with pytest.raises(ImportError, match=f"NVSHMEM {version} is too old: install"):
@@ -134,7 +134,7 @@ def test_versions(version, fine):
 
 
 class _Library:
-    """nvshmem.core, nvshmem.bindings and cuda.core: what was called, and a library that answers."""
+    """Stand-in for nvshmem.core, nvshmem.bindings and cuda.core that records calls."""
 
     def __init__(self, status):
         self.calls = []
@@ -164,8 +164,8 @@ class _Library:
         return self.uid
 
 
-def _starts(status, comes, timeout_s):
-    """What the library is asked for where it has a status, and only rank 0 ``comes`` or all ranks."""
+def _start(status, started_on, timeout_s):
+    """Start the runtime with a library of this status on "rank 0" or "all" ranks; return the calls or the error."""
     import atexit
     from unittest import mock
 
@@ -181,7 +181,7 @@ def _starts(status, comes, timeout_s):
         mock.patch("torch.cuda.synchronize"),
         mock.patch.object(atexit, "register", lambda fn: library.calls.append("at exit")),
     ):
-        if comes == "rank 0" and rank:
+        if started_on == "rank 0" and rank:
             return None
         tdkernels.set_timeout(timeout_s)
         try:
@@ -200,16 +200,16 @@ def _starts(status, comes, timeout_s):
     return library.calls
 
 
-def test_initialised_by_all_ranks_with_the_id_of_rank_0():
-    for rank, calls in enumerate(on_ranks(2, _starts, 0, "all", 20)):
+def test_initialized_by_all_ranks_with_the_id_of_rank_0():
+    for rank, calls in enumerate(on_ranks(2, _start, 0, "all", 20)):
         assert calls == [("device", rank), ("init", b"\1\2\3", rank, 2), "at exit", "finalize"]
 
 
-def test_adopted_as_the_program_has_initialised_it():
-    assert on_ranks(2, _starts, 2, "all", 20) == [[], []]
+def test_initialized_library_is_adopted():
+    assert on_ranks(2, _start, 2, "all", 20) == [[], []]
 
 
-def test_a_rank_that_does_not_come():
-    first, _ = on_ranks(2, _starts, 0, "rank 0", 0.4)
+def test_missing_rank():
+    first, _ = on_ranks(2, _start, 0, "rank 0", 0.4)
     assert "NVSHMEM is initialised by all ranks of torch.distributed together" in first
     assert "rank 1 did not take part" in first

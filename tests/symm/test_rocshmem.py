@@ -1,6 +1,6 @@
-"""rocSHMEM seen from the host, against a stand-in for its library (rocshmem_stand_in.c), by processes of this machine.
+"""rocSHMEM on the host, against a stand-in for its library (rocshmem_stand_in.c), with processes of this machine.
 
-What the stand-in cannot show is what AMD's own library does: no AMD GPU has been near these tests.
+The stand-in cannot show the behavior of AMD's library: these tests have not run on an AMD GPU.
 """
 
 import ctypes
@@ -30,31 +30,31 @@ pytestmark = [
 SOURCE = Path(__file__).parent / "rocshmem_stand_in.c"
 WAIT_S = 60
 VARIABLE = "TDKERNELS_ROCSHMEM_LIBRARY"
-HEAP = 1 << 16  # of a PE of the stand-in
+HEAP = 1 << 16  # bytes per PE of the stand-in
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """Makes the stand-in, at most once of each kind: ``stand_in("EMPTY", cxx=True)`` is the path of a library."""
-    made, folder = {}, tmp_path_factory.mktemp("rocshmem")
+    """Build the stand-in, at most once per variant: ``stand_in("EMPTY", cxx=True)`` returns the path of a library."""
+    libraries, folder = {}, tmp_path_factory.mktemp("rocshmem")
 
     def make(*defines, cxx=False):
         key = (*defines, cxx)
-        if key not in made:
-            made[key] = folder / f"librocshmem-{len(made)}.so"
+        if key not in libraries:
+            libraries[key] = folder / f"librocshmem-{len(libraries)}.so"
             compiler = ["c++", "-x", "c++"] if cxx else ["cc"]
             flags = ["-shared", "-fPIC", "-O1", *[f"-D{define}" for define in defines]]
-            subprocess.run([*compiler, *flags, SOURCE, "-o", made[key], "-lrt"], check=True)
-        return made[key]
+            subprocess.run([*compiler, *flags, SOURCE, "-o", libraries[key], "-lrt"], check=True)
+        return libraries[key]
 
     return make
 
 
-# ---- processes that each are a PE ----
+# ---- one process per PE ----
 
 
 def exchange_in(folder, rank, world_size):
-    """An ``exchange`` by files: what the store of a process group is to the library."""
+    """Return an ``exchange`` function based on files, in place of the store of a process group."""
     turn = 0
 
     def exchange(text):
@@ -66,7 +66,7 @@ def exchange_in(folder, rank, world_size):
         paths = [folder / f"{turn}-{other}" for other in range(world_size)]
         deadline = time.monotonic() + WAIT_S
         while not all(path.exists() for path in paths):
-            assert time.monotonic() < deadline, "a rank does not come to the exchange"
+            assert time.monotonic() < deadline, "a rank is missing in the exchange"
             time.sleep(0.002)
         return [path.read_text() for path in paths]
 
@@ -84,32 +84,32 @@ def _child(connection, body, folder, rank, world_size, environment, args):
 
 @pytest.fixture
 def on_pes(stand_in, tmp_path):
-    """Runs ``body(rank, world_size, exchange, *args)`` in processes; the results by rank, or their errors.
+    """Run ``body(rank, world_size, exchange, *args)`` in processes; return the results by rank, or raise their errors.
 
-    ``environment`` is that of all of them, or a list of theirs.
+    ``environment`` is a dictionary for all processes, or a list with one for each.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.symm.test_rocshmem"])  # torch is loaded once
+    context.set_forkserver_preload(["tests.symm.test_rocshmem"])  # loads torch once
 
     def run(world_size, body, *args, library=None, environment=None):
         library = {VARIABLE: str(library or stand_in())}
         environments = environment if isinstance(environment, list) else [environment or {}] * world_size
         processes, connections = [], []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            parent, child = context.Pipe()
             own = {**library, **environments[rank]}
-            process = context.Process(target=_child, args=(theirs, body, tmp_path, rank, world_size, own, args))
+            process = context.Process(target=_child, args=(child, body, tmp_path, rank, world_size, own, args))
             process.start()
-            theirs.close()
+            child.close()
             processes.append(process)
-            connections.append(ours)
+            connections.append(parent)
         try:
             answers = [_answer(connection, rank) for rank, connection in enumerate(connections)]
         finally:
             for process in processes:
                 process.join(5)
                 process.kill()
-        failed = [f"PE {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        failed = [f"PE {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
 
@@ -132,7 +132,7 @@ def pattern(writer, nbytes, turn=0):
 
 
 def error_of(call, *args):
-    """The type and the text of the error that a call ends with."""
+    """Return the type and the text of the error of a call."""
     try:
         call(*args)
     except Exception as err:
@@ -140,10 +140,10 @@ def error_of(call, *args):
     raise AssertionError("there was no error")
 
 
-# ---- bytes that travel ----
+# ---- put and get ----
 
 
-def every_pe_puts_and_gets(rank, world_size, exchange, nbytes):
+def put_and_get_on_every_pe(rank, world_size, exchange, nbytes):
     runtime = rocshmem.start(rank, world_size, exchange)
     assert (runtime.pe, runtime.num_pes, runtime.version) == (rank, world_size, "3.4.0")
     assert [runtime.pe_of(other) for other in range(world_size)] == list(range(world_size))
@@ -173,17 +173,17 @@ def every_pe_puts_and_gets(rank, world_size, exchange, nbytes):
 def test_puts_and_gets(on_pes, stand_in, world_size, cxx):
     if cxx and not shutil.which("c++"):
         pytest.skip("mangled names need a C++ compiler, c++")
-    on_pes(world_size, every_pe_puts_and_gets, 1001, library=stand_in(cxx=cxx))
+    on_pes(world_size, put_and_get_on_every_pe, 1001, library=stand_in(cxx=cxx))
 
 
-def a_put_reaches_who_is_not_reached_directly(rank, world_size, exchange):
+def put_to_unreachable_peer(rank, world_size, exchange):
     runtime = rocshmem.start(rank, world_size, exchange)
     address = runtime.malloc(64)
     memory(address, 64)[:] = pattern(rank, 64)
     runtime.barrier()
     reached = [runtime.peer_address(address, peer) for peer in range(world_size)]
     assert reached[rank] == address
-    assert [bool(there) for there in reached] == [peer == rank or peer != 1 for peer in range(world_size)]
+    assert [bool(peer_address) for peer_address in reached] == [peer == rank or peer != 1 for peer in range(world_size)]
     if rank == 0:
         runtime.put_on_stream(address, address, 64, 1, 0)
     runtime.barrier()
@@ -192,10 +192,10 @@ def a_put_reaches_who_is_not_reached_directly(rank, world_size, exchange):
 
 
 def test_unreachable_peer(on_pes):
-    on_pes(2, a_put_reaches_who_is_not_reached_directly, environment={"STAND_IN_UNREACHABLE": "1"})
+    on_pes(2, put_to_unreachable_peer, environment={"STAND_IN_UNREACHABLE": "1"})
 
 
-def copies_keep_the_order_of_their_stream(rank, world_size, exchange):
+def copy_in_stream_order(rank, world_size, exchange):
     runtime = rocshmem.start(rank, world_size, exchange)
     tools = ctypes.CDLL(os.environ[VARIABLE])
     tools.stand_in_stream.restype, tools.stand_in_step.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -220,21 +220,21 @@ def copies_keep_the_order_of_their_stream(rank, world_size, exchange):
 
 
 def test_streams(on_pes):
-    on_pes(2, copies_keep_the_order_of_their_stream)
+    on_pes(2, copy_in_stream_order)
 
 
-# ---- what is called, with what ----
+# ---- calls of the library ----
 
 
-def a_life(rank, world_size, exchange):
+def use_every_function(rank, world_size, exchange):
     rocshmem_library._LONGEST = 100
     runtime = rocshmem.start(rank, world_size, exchange)
-    assert rocshmem.start(rank, world_size, exchange) is runtime, "the second start exchanges nothing"
+    assert rocshmem.start(rank, world_size, exchange) is runtime, "the second start must not exchange anything"
     first, second = runtime.malloc(300), runtime.malloc(300)
     memory(first, 300)[:] = pattern(5, 300)
     runtime.put_on_stream(second, first, 250, 0, 0)
-    assert bytes(memory(second, 300)) == pattern(5, 250) + bytes(50), "a long transfer is one of several"
-    runtime.put_on_stream(second, first, 0, 0, 0)  # the library would launch no thread for it
+    assert bytes(memory(second, 300)) == pattern(5, 250) + bytes(50), "a long transfer is split"
+    runtime.put_on_stream(second, first, 0, 0, 0)  # skipped, since the library would launch no thread
     runtime.init_module(0xABC, 0xDEF)
     runtime.barrier()
     runtime.free(first)
@@ -245,7 +245,7 @@ def a_life(rank, world_size, exchange):
 
 def test_calls(on_pes, tmp_path):
     log = tmp_path / "log"
-    on_pes(1, a_life, environment={"STAND_IN_LOG": str(log)})
+    on_pes(1, use_every_function, environment={"STAND_IN_LOG": str(log)})
     assert log.read_text().splitlines() == [
         "get_uniqueid", "set_attr_uniqueid_args 0 1", "init_attr 1", "malloc 300", "malloc 300",
         "putmem_on_stream 100 0", "putmem_on_stream 100 0", "putmem_on_stream 50 0", "hipmodule_init 0xabc 0xdef",
@@ -253,7 +253,7 @@ def test_calls(on_pes, tmp_path):
     ]
 
 
-def bad_arguments_are_refused(rank, world_size, exchange):
+def reject_bad_arguments(rank, world_size, exchange):
     assert error_of(rocshmem.start, 3, 2, exchange) == ("ValueError", "rank: 3 is not one of 2 ranks")
     runtime = rocshmem.start(rank, world_size, exchange)
     address = runtime.malloc(64)
@@ -266,16 +266,16 @@ def bad_arguments_are_refused(rank, world_size, exchange):
         error_of(runtime.get_on_stream, address, address - 1, 64, 0, 0),
     ]
     assert {kind for kind, _ in found} == {"ValueError"}
-    words = ["rank: ", "nbytes", "nbytes", "address: ", "rank: ", "pe: ", "pe: ", "nbytes", "dst: ", "src: "]
-    assert all(text.startswith(word) for (_, text), word in zip(found, words)), found
+    expected = ["rank: ", "nbytes", "nbytes", "address: ", "rank: ", "pe: ", "pe: ", "nbytes", "dst: ", "src: "]
+    assert all(text.startswith(word) for (_, text), word in zip(found, expected)), found
     runtime.finalize()
 
 
 def test_bad_arguments(on_pes):
-    on_pes(1, bad_arguments_are_refused)
+    on_pes(1, reject_bad_arguments)
 
 
-def the_heap_is_full(rank, world_size, exchange):
+def fill_heap(rank, world_size, exchange):
     runtime = rocshmem.start(rank, world_size, exchange)
     runtime.malloc(1000)
     kind, text = error_of(runtime.malloc, HEAP)
@@ -286,10 +286,10 @@ def the_heap_is_full(rank, world_size, exchange):
 
 
 def test_full_heap(on_pes):
-    on_pes(2, the_heap_is_full)
+    on_pes(2, fill_heap)
 
 
-def init_module_fails(rank, world_size, exchange):
+def fail_init_module(rank, world_size, exchange):
     runtime = rocshmem.start(rank, world_size, exchange)
     kind, text = error_of(runtime.init_module, 1)
     assert kind == "RocshmemError" and "rocshmem_hipmodule_init failed with status 1" in text
@@ -297,50 +297,50 @@ def init_module_fails(rank, world_size, exchange):
 
 
 def test_failing_module(on_pes):
-    on_pes(1, init_module_fails, environment={"STAND_IN_FAIL": "hipmodule_init"})
+    on_pes(1, fail_init_module, environment={"STAND_IN_FAIL": "hipmodule_init"})
 
 
-# ---- a start that fails, fails on all ranks ----
+# ---- a failed start is an error on all ranks ----
 
 
-def start_fails(rank, world_size, exchange):
+def fail_to_start(rank, world_size, exchange):
     return error_of(rocshmem.start, rank, world_size, exchange)
 
 
 def on_rank(rank, **environment):
-    """Environments of two ranks, of which one has more."""
+    """Return the environments of two ranks, one of which is extended."""
     return [environment if other == rank else {} for other in range(2)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("environment, words", [
+@pytest.mark.parametrize("environment, expected", [
     ({"STAND_IN_FAIL": "set_attr"}, "rocshmem_set_attr_uniqueid_args failed with status 1"),
     ({"STAND_IN_VERSION": "3.2.1"}, "is rocSHMEM 3.2.1: it is too old"),
     ({VARIABLE: "/nowhere/librocshmem.so"}, "'/nowhere/librocshmem.so', where there is no file"),
 ], ids=["set_attr", "version", "no file"])
-def test_start_fails_on_one_rank(on_pes, environment, words, rank):
-    if environment == {"STAND_IN_FAIL": "set_attr"}:  # the other one would wait in vain within the library
-        found = on_pes(2, start_fails, environment=environment)
+def test_start_fails_on_one_rank(on_pes, environment, expected, rank):
+    if environment == {"STAND_IN_FAIL": "set_attr"}:  # on one rank only, the other would wait forever in the library
+        found = on_pes(2, fail_to_start, environment=environment)
         rank = "0, 1"
     else:
-        found = on_pes(2, start_fails, environment=on_rank(rank, **environment))
-    assert len(set(found)) == 1, "both ranks say the same"
+        found = on_pes(2, fail_to_start, environment=on_rank(rank, **environment))
+    assert len(set(found)) == 1, "both ranks must raise the same error"
     kind, text = found[0]
-    assert kind == "RocshmemError" and f"does not start on rank {rank}. Rank " in text and words in text
+    assert kind == "RocshmemError" and f"does not start on rank {rank}. Rank " in text and expected in text
 
 
 @pytest.mark.parametrize("name, ranks", [("get_uniqueid", "0"), ("init_attr", "0, 1")])
 def test_library_fails_to_start(on_pes, name, ranks):
-    kind, text = on_pes(2, start_fails, environment={"STAND_IN_FAIL": name})[1]
+    kind, text = on_pes(2, fail_to_start, environment={"STAND_IN_FAIL": name})[1]
     assert kind == "RocshmemError" and f"rank {ranks}. Rank 0: rocshmem_{name} failed with status 1" in text
 
 
 def test_versions_differ(on_pes):
-    for kind, text in on_pes(2, start_fails, environment=on_rank(1, STAND_IN_VERSION="3.5.0")):
+    for kind, text in on_pes(2, fail_to_start, environment=on_rank(1, STAND_IN_VERSION="3.5.0")):
         assert kind == "RocshmemError" and text.endswith("rank 0: 3.4.0, rank 1: 3.5.0")
 
 
-def start_is_sent_a_short_id(rank, world_size, exchange):
+def start_with_short_id(rank, world_size, exchange):
     def shortened(text):
         offers = [json.loads(text) for text in exchange(text)]
         offers[0]["unique_id"] = offers[0]["unique_id"][:-2]
@@ -350,7 +350,7 @@ def start_is_sent_a_short_id(rank, world_size, exchange):
 
 
 def test_size_of_unique_id(on_pes, stand_in):
-    for kind, text in on_pes(2, start_is_sent_a_short_id):
+    for kind, text in on_pes(2, start_with_short_id):
         assert (kind, text) == ("RocshmemError", "rank 0 has sent a unique id of 127 bytes, rocSHMEM's have 128")
     library = RocshmemLibrary(stand_in())
     assert len(library.get_uniqueid()) == UNIQUE_ID_BYTES
@@ -359,10 +359,10 @@ def test_size_of_unique_id(on_pes, stand_in):
     assert library.n_pes() == -1
 
 
-# ---- a rocSHMEM that the program has started ----
+# ---- adopting a rocSHMEM that the program has started ----
 
 
-def the_programs_own_is_taken(rank, world_size, exchange, pes):
+def adopt_running_library(rank, world_size, exchange, pes):
     library = RocshmemLibrary(os.environ[VARIABLE])
     ids = exchange(library.get_uniqueid().hex())
     library.init(pes[rank], world_size, bytes.fromhex(ids[0]))
@@ -379,21 +379,21 @@ def the_programs_own_is_taken(rank, world_size, exchange, pes):
     runtime.barrier()
     assert bytes(memory(address, 64)) == pattern((rank - 1) % world_size, 64)
     runtime.finalize()
-    library.barrier_all()  # it goes on
+    library.barrier_all()  # the library is still running
     assert library.n_pes() == world_size
     assert error_of(runtime.barrier) == ("RocshmemError", "barrier: rocSHMEM was finalized in this process")
 
 
 def test_adopts(on_pes, tmp_path):
     log = tmp_path / "log"
-    on_pes(3, the_programs_own_is_taken, [2, 0, 1], environment={"STAND_IN_LOG": str(log)})
+    on_pes(3, adopt_running_library, [2, 0, 1], environment={"STAND_IN_LOG": str(log)})
     calls = log.read_text().splitlines()
     assert calls.count("init_attr 1") == 3 and "finalize" not in calls
-    assert calls.count("free 0") == 3 and calls.count("free 128") == 3, "what we had is given back"
+    assert calls.count("free 0") == 3 and calls.count("free 128") == 3, "the runtime's memory must be freed"
 
 
-def some_other_is_running(rank, world_size, exchange, pes, count, folder):
-    """A process's PE of ``count`` is ``pes[rank]``, if any; the first two processes are the world."""
+def start_with_other_library(rank, world_size, exchange, pes, count, folder):
+    """Start the library as PE ``pes[rank]`` of ``count`` (None: not at all); the first two processes are the world."""
     library = RocshmemLibrary(os.environ[VARIABLE])
     ids = exchange(library.get_uniqueid().hex())
     if pes[rank] is not None:
@@ -401,44 +401,44 @@ def some_other_is_running(rank, world_size, exchange, pes, count, folder):
     return error_of(rocshmem.start, rank, 2, exchange_in(folder, rank, 2)) if rank < 2 else None
 
 
-@pytest.mark.parametrize("pes, count, words", [
+@pytest.mark.parametrize("pes, count, expected", [
     ([None, 0], 1, "on some ranks only: rank 0: not started, rank 1: started"),
     ([0, 0], 1, "are not the PEs of one rocSHMEM: rank 0: PE 0 of 1, rank 1: PE 0 of 1"),
     ([1, 1], 2, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 2, rank 1: PE 1 of 2"),
     ([1, 0, 2], 3, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 3, rank 1: PE 0 of 3"),
-], ids=["some", "each its own", "twice", "more PEs"])
-def test_does_not_adopt(on_pes, tmp_path, pes, count, words):
+], ids=["some", "separate libraries", "twice", "more PEs"])
+def test_does_not_adopt(on_pes, tmp_path, pes, count, expected):
     folder = tmp_path / "start"
     folder.mkdir()
-    for kind, text in on_pes(len(pes), some_other_is_running, pes, count, folder)[:2]:
-        assert kind == "RocshmemError" and words in text
+    for kind, text in on_pes(len(pes), start_with_other_library, pes, count, folder)[:2]:
+        assert kind == "RocshmemError" and expected in text
 
 
-# ---- after the end ----
+# ---- after finalize ----
 
 
-def nothing_is_called_after_the_end(rank, world_size, exchange):
+def call_after_finalize(rank, world_size, exchange):
     runtime = rocshmem.start(rank, world_size, exchange)
     address = runtime.malloc(64)
     runtime.finalize()
     runtime.finalize()
     runtime.free(address)
     runtime.free(12345)
-    refused = [
+    errors = [
         error_of(runtime.malloc, 64), error_of(runtime.peer_address, address, 0), error_of(runtime.barrier),
         error_of(runtime.put_on_stream, address, address, 64, 0, 0),
         error_of(runtime.get_on_stream, address, address, 64, 0, 0), error_of(runtime.init_module, 1),
         error_of(rocshmem.start, rank, world_size, exchange),
     ]
-    assert all(kind == "RocshmemError" and "was finalized in this process" in text for kind, text in refused), refused
+    assert all(kind == "RocshmemError" and "was finalized in this process" in text for kind, text in errors), errors
 
 
 def test_after_finalize(on_pes):
-    on_pes(1, nothing_is_called_after_the_end)
+    on_pes(1, call_after_finalize)
 
 
-# How a process ends, from where its rocSHMEM runs: what it does; its exit status; what is called until it is gone. An
-# atexit function that was registered after the start runs before the end, one from before it runs behind it.
+# Ways to end a process with a running rocSHMEM: code; exit status; calls until the end. An atexit function registered
+# after the start runs before the runtime's, and one registered before the start runs after it.
 AFTER, BEFORE = ["registered after"], ["registered before", "unloaded"]
 EXITS = {
     "plainly": ("", 0, [*AFTER, "finalize", *BEFORE]),
@@ -453,7 +453,7 @@ EXITS = {
     ),
 }
 
-# One process loads torch for all of them; each is a fork of it that comes to the real end of an interpreter.
+# One process loads torch and forks one process per case, which exits like a regular interpreter.
 PROGRAM = """
 import atexit, os, sys
 from tdkernels.symm.backends import rocshmem
@@ -478,7 +478,7 @@ exec(more)
 
 @pytest.fixture(scope="module")
 def exits(stand_in, tmp_path_factory):
-    """(exit status, calls until the end, standard error) of each of ``EXITS``."""
+    """Return (exit status, calls until the end, standard error) of each of ``EXITS``."""
     folder = tmp_path_factory.mktemp("exits")
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, VARIABLE: str(stand_in()), "PYTHONPATH": path}
@@ -502,12 +502,12 @@ def test_exit(exits, name):
         assert ("Traceback" in errors) == (name == "exception"), errors
 
 
-# ---- where the library is looked for ----
+# ---- lookup of the library ----
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No environment variable, no folder and no module says where a library is."""
+def no_installation(monkeypatch):
+    """Remove all environment variables, folders and modules that lead to an installed library."""
     for name in (VARIABLE, "ROCSHMEM_HOME", "ROCM_PATH"):
         monkeypatch.delenv(name, raising=False)
     folders = rocshmem_library.library_folders
@@ -526,7 +526,7 @@ def install(home, *names, library=None):
 
 
 def test_names_of_cxx(stand_in):
-    """A C++ compiler and we agree on each name, and on the size of what is passed by reference."""
+    """The mangled names and the size of the struct passed by reference equal those of a C++ compiler."""
     if not shutil.which("c++") or not shutil.which("nm"):
         pytest.skip("needs c++ and nm")
     symbols = subprocess.run(["nm", "-D", "--defined-only", stand_in(cxx=True)], capture_output=True, text=True)
@@ -535,7 +535,7 @@ def test_names_of_cxx(stand_in):
     assert ctypes.sizeof(InitAttributes) == 144
 
 
-def test_finds_the_library(alone, stand_in, tmp_path):
+def test_finds_the_library(no_installation, stand_in, tmp_path):
     home, rocm, extension = tmp_path / "home", tmp_path / "rocm", tmp_path / "_rocshmem4py.so"
     paths = [
         install(rocm, "lib64/librocshmem.so", library=stand_in()),
@@ -543,26 +543,26 @@ def test_finds_the_library(alone, stand_in, tmp_path):
         install(tmp_path, extension.name, library=stand_in()),
         install(tmp_path, "mine.so", library=stand_in()),
     ]
-    alone.setenv("ROCM_PATH", str(rocm))
+    no_installation.setenv("ROCM_PATH", str(rocm))
     assert rocshmem_library.load().path == str(paths[0])
-    alone.setenv("ROCSHMEM_HOME", str(home))
+    no_installation.setenv("ROCSHMEM_HOME", str(home))
     assert rocshmem_library.load().path == str(paths[1])
-    alone.setitem(sys.modules, "_rocshmem4py", type(sys)("_rocshmem4py"))
+    no_installation.setitem(sys.modules, "_rocshmem4py", type(sys)("_rocshmem4py"))
     sys.modules["_rocshmem4py"].__file__ = str(extension)
-    assert rocshmem_library.load().path == str(paths[2]), "what the program has imported it may have started"
-    alone.setenv(VARIABLE, str(paths[3]))
+    assert rocshmem_library.load().path == str(paths[2]), "an imported extension may have started the library"
+    no_installation.setenv(VARIABLE, str(paths[3]))
     assert rocshmem_library.load().path == str(paths[3])
 
 
-def test_finds_the_extension_that_is_not_imported(alone, stand_in, tmp_path):
+def test_finds_the_extension_without_importing_it(no_installation, stand_in, tmp_path):
     path = install(tmp_path, "_rocshmem4py.so", library=stand_in())
-    alone.syspath_prepend(str(tmp_path))
+    no_installation.syspath_prepend(str(tmp_path))
     assert rocshmem_library.load().path == str(path)
     assert "_rocshmem4py" not in sys.modules
 
 
-def test_finds_nothing(alone, tmp_path):
-    alone.setenv("ROCSHMEM_HOME", str(tmp_path))
+def test_finds_nothing(no_installation, tmp_path):
+    no_installation.setenv("ROCSHMEM_HOME", str(tmp_path))
     with pytest.raises(RocshmemError, match=rf"was not found in {tmp_path}/lib, {tmp_path}/lib64. It needs rocSHMEM"):
         rocshmem_library.load()
     install(tmp_path, "lib/librocshmem.a")
@@ -570,17 +570,17 @@ def test_finds_nothing(alone, tmp_path):
         rocshmem_library.load()
 
 
-@pytest.mark.parametrize("defines, words", [
+@pytest.mark.parametrize("defines, expected", [
     (["EMPTY"], "exports none of rocSHMEM's host functions. It needs"),
     (["LACKS_STREAMS"], "lacks rocshmem_putmem_on_stream, rocshmem_getmem_on_stream: it is too old. It needs"),
 ], ids=str)
-def test_lacks_functions(stand_in, defines, words):
+def test_lacks_functions(stand_in, defines, expected):
     with pytest.raises(RocshmemError) as caught:
         RocshmemLibrary(stand_in(*defines))
-    assert words in str(caught.value) and VARIABLE in str(caught.value)
+    assert expected in str(caught.value) and VARIABLE in str(caught.value)
 
 
-def test_is_no_library(tmp_path):
+def test_invalid_library(tmp_path):
     path = install(tmp_path, "librocshmem.so")
     with pytest.raises(RocshmemError, match=f"cannot be loaded from {path}: "):
         RocshmemLibrary(path)

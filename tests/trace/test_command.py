@@ -1,4 +1,4 @@
-"""`python -m tdkernels trace`, from the arguments to the files and what is printed."""
+"""`python -m tdkernels trace`: arguments, files and printed tables."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 SMALL = ["ag_gemm", "--shape", "128x64x32", "--dtype", "fp32", "--device", "cpu", "--world-size", "2"]
 
 
-def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
+def test_trace_command_writes_files_and_prints_tables(tmp_path):
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "tdkernels", "trace", *SMALL, "--repetitions", "1", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -22,26 +22,26 @@ def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
     assert run.returncode == 0, run.stderr
     name = "ag_gemm-128x64x32-float32-cpux2"
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png"]
-    for words in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
-                  "clocks agree within", "transport=", "perfetto", f"{name}.png", "times mean nothing"):
-        assert words in run.stdout
-    check_drawing_anew(tmp_path / f"{name}.json")
+    for phrase in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
+                  "clocks agree within", "transport=", "perfetto", f"{name}.png", "times say nothing"):
+        assert phrase in run.stdout
+    check_redrawing(tmp_path / f"{name}.json")
 
 
-def check_drawing_anew(file):
-    picture = file.with_suffix(".png")
-    picture.unlink()
+def check_redrawing(file):
+    plot = file.with_suffix(".png")
+    plot.unlink()
     assert main(["trace", "--draw", str(file)]) == 0
-    assert picture.stat().st_size > 10_000
-    picture.unlink()
+    assert plot.stat().st_size > 10_000
+    plot.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         assert main(["trace", "--draw", str(file)]) == 1
         assert main(["trace", "--draw", str(file), "--no-picture"]) == 0
-    assert not picture.exists()
+    assert not plot.exists()
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     from tdkernels.trace import plot
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -70,13 +70,13 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         (["--draw", "missing.json"], "missing.json"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, message, capsys):
+def test_invalid_arguments_are_rejected(arguments, message, capsys):
     assert main(["trace", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trace: ") and message in error
 
 
-def test_a_config_that_is_no_json_is_refused(capsys):
+def test_config_that_is_not_json_is_rejected(capsys):
     with pytest.raises(SystemExit) as raised:
         main(["trace", *SMALL, "--config", "tiles"])
     assert raised.value.code == 2 and "JSON object" in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_a_config_that_is_no_json_is_refused(capsys):
         pytest.param('{"method": "torch"}', "torch's kernels", marks=thorough),
     ],
 )
-def test_a_config_that_cannot_run_is_refused_by_the_ranks(config, message, tmp_path, capsys):
+def test_invalid_config_is_rejected_by_the_ranks(config, message, tmp_path, capsys):
     assert main(["trace", *SMALL, "--out", str(tmp_path), "--config", config]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

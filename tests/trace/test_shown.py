@@ -1,4 +1,4 @@
-"""What is made of events: intervals on one clock, a file for Perfetto, a picture, tables."""
+"""Output made from events: intervals on one clock, a file for Perfetto, a plot, tables."""
 
 import json
 
@@ -13,24 +13,24 @@ SECOND = 10**9
 
 
 def events(programs, turns=1):
-    """The buffer of a launch: for each program [(time, kind, peer, multiprocessor)]."""
+    """Return the buffer of a launch; programs: for each [(time, kind, peer, multiprocessor)]."""
     words = np.zeros((len(KINDS) + turns, len(programs), 2), dtype=np.int64)
-    for program, noted in enumerate(programs):
-        for time, kind, peer, multiprocessor in noted:
-            place = KINDS.index(kind)
-            if words[place, program, 0]:
-                place = len(KINDS)
-            words[place, program] = time, KINDS.index(kind) | (peer + 2) << 8 | multiprocessor << 32
+    for program, steps_of_program in enumerate(programs):
+        for time, kind, peer, multiprocessor in steps_of_program:
+            index = KINDS.index(kind)
+            if words[index, program, 0]:
+                index = len(KINDS)
+            words[index, program] = time, KINDS.index(kind) | (peer + 2) << 8 | multiprocessor << 32
     return words
 
 
 def program(begin, multiprocessor, *steps):
-    """One that starts at ``begin``, does each (kind, peer, duration) and takes 1 to come to its end."""
-    noted, time = [(begin, "starts", NO_PEER, multiprocessor)], begin + 1
+    """Return the events of a program that starts at ``begin`` and runs each (kind, peer, duration); it ends 1 later."""
+    recorded, time = [(begin, "starts", NO_PEER, multiprocessor)], begin + 1
     for kind, peer, duration in steps:
-        noted.append((time, kind, peer, multiprocessor))
+        recorded.append((time, kind, peer, multiprocessor))
         time += duration
-    return [*noted, (time, "finishes", NO_PEER, multiprocessor), (time + 1, "ends", NO_PEER, multiprocessor)]
+    return [*recorded, (time, "finishes", NO_PEER, multiprocessor), (time + 1, "ends", NO_PEER, multiprocessor)]
 
 
 def recording(*repetitions, times=None, multiprocessors=4):
@@ -43,12 +43,12 @@ def recording(*repetitions, times=None, multiprocessors=4):
 
 def two_ranks(ahead=5 * SECOND):
     """Rank 1, whose clock is ahead, pushes to rank 0, which multiplies on three of four multiprocessors."""
-    asked, answered, there = (np.zeros((2, 3), dtype=np.int64) for _ in range(3))
-    asked[1], answered[1], there[1] = (0, 100, 200), (40, 130, 220), ahead + np.array([10, 105, 212])
+    sent, received, remote = (np.zeros((2, 3), dtype=np.int64) for _ in range(3))
+    sent[1], received[1], remote[1] = (0, 100, 200), (40, 130, 220), ahead + np.array([10, 105, 212])
     rank_0 = events([
         program(1000, 0, ("multiplies", 0, 98)),
         program(1000, 1, ("waits", 1, 28), ("multiplies", 1, 70)),
-        program(1010, 1, ("multiplies", 0, 40)),  # beside the one before
+        program(1010, 1, ("multiplies", 0, 40)),  # concurrent with the previous program
         program(1110, 0, ("multiplies", 0, 88)),
         program(1150, 3, ("multiplies", 0, 28)),
     ])
@@ -58,21 +58,21 @@ def two_ranks(ahead=5 * SECOND):
         program(ahead + 1000, 2, ("multiplies", 0, 199)),
     ])
     return [
-        recording(rank_0, times=np.stack([asked, answered], -1)),
-        recording(rank_1, times=np.stack([there, there], -1)),
+        recording(rank_0, times=np.stack([sent, received], -1)),
+        recording(rank_1, times=np.stack([remote, remote], -1)),
     ]
 
 
-def test_clocks_are_aligned_as_well_as_the_answers_allow():
+def test_clock_offsets_are_within_their_error():
     trace = make_trace(two_ranks())
-    # Asked before and answered after: ahead by -30 … 10, -25 … 5 and -8 … 12 of what there is: by -8 … 5.
+    # From the send and receive times, rank 1 is ahead by -30 … 10, -25 … 5 and -8 … 12, together by -8 … 5.
     assert trace.about["clock_error_ns"] == [0.0, pytest.approx(6.5 + trace.about["tick_ns"])]
     begins = sorted(i.begin for i in trace.ranks[1] if i.kind == "starts")
     assert begins[1] - begins[0] == 4 and abs(begins[0]) <= 7
     assert min(begin for begin, _ in (trace.span(0), trace.span(1))) == 0
 
 
-def test_programs_that_share_a_multiprocessor_get_rows_of_their_own():
+def test_concurrent_programs_of_a_multiprocessor_get_separate_rows():
     trace = make_trace(two_ranks())
     assert list(trace.rows(0).values()) == [
         "multiprocessor 0", "multiprocessor 1", "multiprocessor 1, place 1", "multiprocessor 3"
@@ -80,10 +80,10 @@ def test_programs_that_share_a_multiprocessor_get_rows_of_their_own():
     assert {i.lane for i in trace.ranks[0] if i.program == 2} == {1}
 
 
-def test_shares_count_multiprocessors_that_had_nothing_to_do():
+def test_shares_include_idle_multiprocessors():
     trace = make_trace(two_ranks())
     share = shares(trace, 0)
-    total = 5 * 200  # multiprocessor 2 did nothing, 1 had two programs at a time
+    total = 5 * 200  # multiprocessor 2 is idle, and 1 runs two programs at a time
     assert trace.span(0)[1] - trace.span(0)[0] == 200
     assert share["multiplies"] == pytest.approx((98 + 70 + 40 + 88 + 28) / total)
     assert share["waits"] == pytest.approx(28 / total)
@@ -91,7 +91,7 @@ def test_shares_count_multiprocessors_that_had_nothing_to_do():
     assert share["tail"] == pytest.approx((0 + 100 + 148 + 200 + 20) / total)
 
 
-def test_data_is_there_when_the_sender_says_so():
+def test_data_arrives_at_the_end_of_the_push():
     trace = make_trace(two_ranks())
     pushes = [i.end for i in trace.ranks[1] if i.kind == "pushes"]
     assert arrivals(trace, 0) == (min(pushes), max(pushes), True)
@@ -99,26 +99,26 @@ def test_data_is_there_when_the_sender_says_so():
     assert tables(trace)[1][2][0][3] == "rank 1"
 
 
-def test_the_median_of_the_repetitions_is_kept():
-    def lasting(*durations):
+def test_median_repetition_is_kept():
+    def events_of(*durations):
         return [events([program(1000, 0, ("multiplies", 0, duration))]) for duration in durations]
 
     times = two_ranks()
-    found = [recording(*lasting(10, 500, 30), times=times[0]["times"][0])]
-    found.append(recording(*lasting(20, 20, 20), times=times[1]["times"][0]))
+    found = [recording(*events_of(10, 500, 30), times=times[0]["times"][0])]
+    found.append(recording(*events_of(20, 20, 20), times=times[1]["times"][0]))
     trace = make_trace(found)
     assert [i.end - i.begin for i in trace.ranks[0] if i.kind == "multiplies"] == [30]
     assert trace.about["repetitions"] == 3
 
 
-def test_a_program_that_noted_no_end_is_an_error():
+def test_program_without_an_end_raises():
     found = two_ranks()
     found[1]["events"][0][KINDS.index("ends"), 2] = 0
     with pytest.raises(RuntimeError, match="rank 1.* 1 of 3 programs"):
         make_trace(found)
 
 
-def test_the_file_is_what_perfetto_reads(tmp_path):
+def test_perfetto_file(tmp_path):
     trace = make_trace(two_ranks())
     path = tmp_path / "trace.json"
     perfetto.save(trace, path)
@@ -138,13 +138,13 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"world_size": 1}, "traceEvents": [{"ph": "X"}]}'])
-def test_what_is_no_trace_is_refused(text, tmp_path):
+def test_invalid_trace_files_are_rejected(text, tmp_path):
     (tmp_path / "some.json").write_text(text)
     with pytest.raises(ValueError, match="not a trace of tdkernels"):
         perfetto.load(tmp_path / "some.json")
 
 
-def test_the_picture_shows_what_was_done(tmp_path):
+def test_plot_shows_the_intervals(tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
@@ -160,20 +160,20 @@ def test_the_picture_shows_what_was_done(tmp_path):
         return pixels.get(tuple(int(value[i : i + 2], 16) for i in (1, 3, 5)), 0)
 
     assert area("multiplies") > area("pushes") > area("waits") > 1000
-    assert area("sums") == 0, "the legend has what there is"
+    assert area("sums") == 0, "the legend shows only kinds that occur"
 
 
-def test_every_kind_has_a_colour_and_a_meaning():
+def test_every_kind_has_a_color_and_a_description():
     from tdkernels.trace import plot
 
     assert plot._COLOURS.keys() == plot._MEANING.keys() == set(KINDS) - {"ends"}
 
 
-def test_a_trace_of_the_interpreter_has_a_row_for_each_program():
+def test_interpreter_trace_has_a_row_for_each_program():
     found = two_ranks()
-    for of_rank in found:
-        of_rank["gpu"], of_rank["num_multiprocessors"] = "cpu", 0
-        words = of_rank["events"][0]
+    for rank_recording in found:
+        rank_recording["gpu"], rank_recording["num_multiprocessors"] = "cpu", 0
+        words = rank_recording["events"][0]
         words[..., 1] = np.where(words[..., 0] > 0, words[..., 1] & 0xFFFFFFFF | -1 << 32, 0)
     trace = make_trace(found)
     assert list(trace.rows(1).values()) == ["program 0", "program 1", "program 2"]

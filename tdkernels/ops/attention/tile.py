@@ -124,10 +124,13 @@ def push_rows(
 ):
     """Push our rows of tensors a, b and optionally c to the peers that need them, as one of ``num_workers`` programs.
 
-    a_at, b_at: addresses of the first rows
-    a_bytes, b_bytes: bytes per row
-    c_at: address of c, or None. c consists of whole groups of STAT_ROWS rows
-    c_bytes: bytes per STAT_ROWS rows of c
+    Args:
+        a_at: Address of the first row of a.
+        a_bytes: Bytes per row of a.
+        b_at: Address of the first row of b.
+        b_bytes: Bytes per row of b.
+        c_at: Address of c, or None. c consists of whole groups of STAT_ROWS rows.
+        c_bytes: Bytes per STAT_ROWS rows of c.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     num_chunks = (total + chunk_rows - 1) // chunk_rows
@@ -219,9 +222,11 @@ def load_rows(
     Elements beyond WIDTH or beyond the shard are zero. Rows from ``stop`` on are zero without TMA; with TMA only if
     CLEAN, which is needed because uninitialized memory may hold NaN.
 
-    at: address of the shard
-    plane, sheet: first two indices in the descriptor, which select the shard and the batch entry
-    first_row: first row of the batch entry in the shard
+    Args:
+        at: Address of the shard.
+        plane: First index in the descriptor, which selects the shard.
+        sheet: Second index in the descriptor, which selects the batch entry.
+        first_row: First row of the batch entry in the shard.
     """
     offs = row + tl.arange(0, BLOCK)
     if USE_TMA:

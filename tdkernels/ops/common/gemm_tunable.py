@@ -32,7 +32,8 @@ _COLLECTIVE_SHARE = 0.85
 _LAUNCH_S = 20e-6
 SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # Without tuning, the torch baseline is selected if it takes less than this, unless all rows fit into one tile.
-# Otherwise each tile row of each shard reads the weight, while cuBLAS reads it once (2 H200; see bench/NOTES.md).
+# Otherwise each tile row of each shard reads the weight, while cuBLAS reads it once (2 H200; see
+# docs/performance/notes/small-m.md).
 _SMALL_MS = 0.2
 # A config tuned for a similar problem is used if it occupies at least this share of the SMs that the default occupies.
 # On 2 H200, 512 x 10240 x 8192 with the tiles of 512 x 8192 x 8192, a share of 0.75, took 1.10 to 1.19 times as long.

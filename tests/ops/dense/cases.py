@@ -1,4 +1,4 @@
-"""What all dense operators are asked, as functions that every rank runs. test_dense.py asks."""
+"""Test bodies for the dense operators. Every rank runs them; see test_dense.py."""
 
 import dataclasses
 import itertools
@@ -21,15 +21,15 @@ from tests.support.ranks import a_group, device
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-# rows, n, k of a rank (see Case). A default tile is 64 x 64 on the CPU, up to 128 x 256 on a GPU; a GPU reads by TMA
-# where n and k are multiples of 8.
+# rows, n, k per rank (see Case). A default tile is 64 x 64 on the CPU and up to 128 x 256 on a GPU, which uses TMA if n
+# and k are multiples of 8.
 SHAPES = [(5, 3, 7), (37, 29, 51), (64, 64, 64), (65, 66, 70)]
 LARGE_SHAPES = [(130, 264, 72)]
 MINIMAL_SHAPES = [(1, 1, 1), (1, 17, 3), (17, 1, 3), (3, 17, 1)]
-FEW_ROWS = (2, 21, 200)  # as of a token or two; more of K than any config splits it into
+SMALL_M = (2, 21, 200)  # small M; K is larger than any config's number of K splits
 
 
-# The config that a call without one runs with, for operands of a rank and a number of ranks.
+# The default config, from the operands of a rank and the number of ranks.
 _DEFAULTS = {
     "ag_gemm": ag_gemm_config.default_config_for,
     "gemm_rs": gemm_rs_config.default_config_for,
@@ -38,7 +38,7 @@ _DEFAULTS = {
 
 
 def config_for(case, **changes):
-    """The default config for the case's operands, some fields changed; None, which means the default, for none."""
+    """Return the default config for the case with some fields changed, or None if there are no changes."""
     if not changes:
         return None
     x = case.x.detach().reshape(-1, case.x.shape[-1])
@@ -46,26 +46,26 @@ def config_for(case, **changes):
 
 
 def computes(operator, dtype, shapes, *, bias=True, exact=False, **changes):
-    """Output and gradients of each shape, with the config changed as told."""
+    """Check output and gradients for each shape, with changed config fields."""
     cases = [Case(operator, dtype, *shape, bias=bias, exact=exact, seed=i) for i, shape in enumerate(shapes)]
     results = [case.run(config=config_for(case, **changes)) for case in cases]
     for case, result in zip(cases, results, strict=True):
         assert set(result) == {"output", "dx", "dweight", *["dbias"] * bias}
         case.check(result)
-        has_the_bits_of_rank_0(case, result)
+        has_same_bits_on_all_ranks(case, result)
 
 
-def has_the_bits_of_rank_0(case, results):
-    """What every rank holds whole is the same to the bit, or the ranks of a model would drift apart."""
+def has_same_bits_on_all_ranks(case, results):
+    """Check that replicated results have the same bits on all ranks; otherwise model replicas would diverge."""
     for name in sorted(case.whole & results.keys()):
-        mine = results[name].contiguous().view(torch.uint8)
-        of_rank_0 = mine.clone()
-        dist.broadcast(of_rank_0, 0)
-        wrong = (mine != of_rank_0).sum().item()
-        assert wrong == 0, f"{name} of {case.title}: {wrong} of {mine.numel()} bytes are not those of rank 0"
+        own_bytes = results[name].contiguous().view(torch.uint8)
+        rank_0_bytes = own_bytes.clone()
+        dist.broadcast(rank_0_bytes, 0)
+        wrong = (own_bytes != rank_0_bytes).sum().item()
+        assert wrong == 0, f"{name} of {case.title}: {wrong} of {own_bytes.numel()} bytes differ from rank 0"
 
 
-# ---- layouts: the same values, laid out otherwise; what is not theirs holds ``fill`` ----
+# ---- layouts: copies with another memory layout; gaps hold ``fill`` ----
 
 
 def transposed(t, fill):
@@ -102,7 +102,7 @@ def computes_with_strided_bias(operator, dtype, **changes):
 
 
 def computes_with_layout(operator, dtype, operand, layout, **changes):
-    """One operand, or the gradient of the output, in a layout of its own; with and without alignment of its rows."""
+    """Check one operand or output gradient in the given layout, with aligned and unaligned rows."""
     for shape in [(37, 29, 51), (40, 24, 48)]:
         case = Case(operator, dtype, *shape)
         original = getattr(case, operand).detach()
@@ -113,17 +113,17 @@ def computes_with_layout(operator, dtype, operand, layout, **changes):
 
 
 def _between(case, operand):
-    """What an operand may have between its rows: NaN, unless plain torch alone reads it.
+    """Return the fill value between the rows of an operand: NaN, unless only plain torch reads the operand.
 
-    On a CPU with AMX torch's bf16 product reads past an odd row and multiplies that by zero: uxlfoundation/oneDNN#5717.
+    With AMX, torch's bf16 GEMM on CPU reads past an odd row and multiplies that by zero: uxlfoundation/oneDNN#5717.
     """
-    by_torch = operand == "dy" and "output" in case.whole
-    return torch.finfo(case.dtype).max if by_torch else torch.nan
+    read_by_torch_only = operand == "dy" and "output" in case.whole
+    return torch.finfo(case.dtype).max if read_by_torch_only else torch.nan
 
 
-def takes_an_expanded_gradient(operator, **changes):
-    """What ``output.sum().backward()`` passes down has strides of zero."""
-    # Small integers: a library may add in another order for other strides, which must not make a difference.
+def supports_expanded_gradients(operator, **changes):
+    """Check output gradients with strides of zero, as from ``output.sum().backward()``."""
+    # Use small integers: libraries may sum in another order for other strides.
     case = Case(operator, torch.float32, 9, 7, 5, exact=True)
     case.dy = torch.ones_like(case.dy)
     config = config_for(case, **changes)
@@ -134,7 +134,7 @@ def takes_an_expanded_gradient(operator, **changes):
 
 
 def computes_with_leading_dims(operator, dtype, batch, seq):
-    """x […, seq, K], and […, seq, 1, K]: rows are flattened, and restored in the output."""
+    """Check x of [..., seq, K] and [..., seq, 1, K]: leading dimensions are flattened and restored."""
     for leading in [(seq,), (seq, 1)]:
         case = Case(operator, dtype, batch * seq, 21, 19)
         case.x = case.x.detach().view(-1, *leading, case.x.shape[1]).requires_grad_()
@@ -144,13 +144,13 @@ def computes_with_leading_dims(operator, dtype, batch, seq):
         case.check(results)
 
 
-def computes_nothing(operator, dtype, config_changes):
-    """No rows at all: an empty output, and gradients that are zero."""
+def computes_without_rows(operator, dtype, config_changes):
+    """Check operands without rows: an empty output, and zero gradients."""
     case = Case(operator, dtype, 0, 5, 3)
     results = case.run(config=config_for(case, **config_changes))
     assert set(results) == {"output", "dx", "dweight", "dbias"}
     case.check(results)
-    # The ranks are still in step.
+    # The ranks are still synchronized.
     after = Case(operator, dtype, 4, 5, 3)
     after.check(after.run())
 
@@ -158,7 +158,7 @@ def computes_nothing(operator, dtype, config_changes):
 # ---- autograd ----
 
 
-def computes_only_the_gradients_asked_for(operator, dtype, **changes):
+def computes_subsets_of_gradients(operator, dtype, **changes):
     names = list(GRADIENTS)
     subsets = [subset for size in range(len(names) + 1) for subset in itertools.combinations(names, size)]
     for subset in subsets:
@@ -166,7 +166,7 @@ def computes_only_the_gradients_asked_for(operator, dtype, **changes):
         for name in names:
             getattr(case, name).requires_grad_(name in subset)
         results = case.run(config=config_for(case, **changes))
-        assert set(results) == {"output", *(GRADIENTS[name] for name in subset)}, f"asked for {subset}: {set(results)}"
+        assert set(results) == {"output", *(GRADIENTS[name] for name in subset)}, f"{subset}: got {set(results)}"
         case.check(results)
 
 
@@ -180,7 +180,7 @@ def computes_without_grad(operator):
 
 
 def trains_after_inference(operator, **changes):
-    """What a first call has left in a workspace, whatever mode it was in, serves one in another mode."""
+    """Check a training call that reuses the workspace of a call in inference mode, and the reverse."""
     with a_group() as group:
         for seed in range(2):
             case = Case(operator, torch.bfloat16, 19, 13, 17, seed=seed)
@@ -198,8 +198,8 @@ def uses_an_output_twice(operator):
     case.check(case.gradients())
 
 
-def feeds_one_x_to_two_calls(operator):
-    """As an attention block feeds q, k and v: the gradients of x add up."""
+def shares_x_between_calls(operator):
+    """Check that gradients of a shared x accumulate, as for q, k and v of an attention block."""
     case, other = Case(operator, torch.float32, 19, 13, 17), Case(operator, torch.float32, 19, 11, 17, seed=1)
     expected = case.run()["dx"] + other.run()["dx"]
     case.x.grad, other.x = None, case.x  # dx does not depend on x
@@ -207,7 +207,7 @@ def feeds_one_x_to_two_calls(operator):
     assert torch.equal(case.x.grad, expected)
 
 
-def goes_backward_twice(operator):
+def repeats_backward(operator):
     case = Case(operator, torch.bfloat16, 19, 13, 17)
     output = case.call()
     output.backward(case.dy, retain_graph=True)
@@ -215,23 +215,23 @@ def goes_backward_twice(operator):
     case.check({name: gradient / 2 for name, gradient in case.gradients().items()})
 
 
-def recomputes_in_a_checkpoint(operator):
+def supports_checkpoint(operator):
     case = Case(operator, torch.bfloat16, 19, 13, 17)
     output = checkpoint(case.call, use_reentrant=False)
     output.backward(case.dy)
     case.check({"output": output, **case.gradients()})
 
 
-def refuses_second_derivatives(operator):
-    """Rather than leave terms out of them."""
+def rejects_second_derivatives(operator):
+    """Check that second derivatives raise instead of missing terms."""
     case = Case(operator, torch.float32, 19, 13, 17)
     output = case.call()
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(output, case.x, case.dy, create_graph=True)
 
 
-def refuses_forward_mode(operator):
-    """Rather than return a tangent of zero."""
+def rejects_forward_mode(operator):
+    """Check that forward-mode AD raises instead of returning a zero tangent."""
     case = Case(operator, torch.float32, 19, 13, 17)
     x, weight = case.x.detach(), case.weight.detach()
     call = getattr(tdkernels, operator)
@@ -242,8 +242,8 @@ def refuses_forward_mode(operator):
         torch.func.jvp(lambda x: call(x, weight), (x,), (torch.ones_like(x),))
 
 
-def obeys_autocast(operator):
-    """fp32 parameters under autocast: computed in bf16, with gradients in fp32."""
+def supports_autocast(operator):
+    """Check fp32 parameters under autocast: bf16 compute, fp32 gradients."""
     case = Case(operator, torch.bfloat16, 37, 29, 51)
     for name in GRADIENTS:
         setattr(case, name, getattr(case, name).detach().float().requires_grad_())
@@ -256,16 +256,16 @@ def obeys_autocast(operator):
     case.check({"output": output, **{name: gradient.bfloat16() for name, gradient in gradients.items()}})
 
 
-# ---- the rest ----
+# ---- determinism ----
 
 
-def repeats_its_bits(operator, dtype, **changes):
-    """The same bits every time, whoever comes first."""
+def is_deterministic(operator, dtype, **changes):
+    """Check that repeated calls return the same bits, with random delays of ranks."""
     case = Case(operator, dtype, 40, 37, 70)
     config = config_for(case, **changes)
     first = case.run(config=config)
     case.check(first)
-    has_the_bits_of_rank_0(case, first)
+    has_same_bits_on_all_ranks(case, first)
     delays = random.Random(dist.get_rank())
     for _ in range(3):
         time.sleep(delays.uniform(0, 0.03))
@@ -273,10 +273,10 @@ def repeats_its_bits(operator, dtype, **changes):
             assert torch.equal(result, first[name]), f"{name} of {case.title} changed from call to call"
 
 
-def adds_in_rank_order(operator, dtype, **changes):
-    """z to the bit: partials, rounded to the dtype, are added in fp32, those of rank 0 first."""
-    # The partials are x[0] + x[1] / 16, which the order of a product cannot change. What gemm_rs adds of its own is not
-    # rounded before, so there they are x[0].
+def reduces_in_rank_order(operator, dtype, **changes):
+    """Check the bits of z: partials, rounded to the dtype, are summed in fp32 in rank order."""
+    # The partials are x[0] + x[1] / 16, which do not depend on the summation order of the GEMM. gemm_rs does not round
+    # its own partial first, so there the partials are x[0].
     weights = [1.0] if operator == "gemm_rs" else [1.0, 1 / 16]
     case = Case(operator, dtype, 40, 37, len(weights), bias=False)
     with torch.no_grad():
@@ -286,16 +286,16 @@ def adds_in_rank_order(operator, dtype, **changes):
     partials = [torch.empty_like(partial) for _ in range(case.world_size)]
     dist.all_gather(partials, partial)
     total = torch.zeros_like(partial, dtype=torch.float32)
-    for of_a_rank in partials:
-        total += of_a_rank.float()
+    for rank_partial in partials:
+        total += rank_partial.float()
     expected = case.own_parts({"output": total.to(dtype).expand(-1, case.shape[1])})["output"]
     got = case.call(config=config_for(case, **changes)).detach()
     wrong = (got != expected).sum().item()
-    assert wrong == 0, f"{wrong} of {got.numel()} elements of {case.title} were added otherwise"
+    assert wrong == 0, f"{wrong} of {got.numel()} elements of {case.title} have another summation order"
 
 
-def goes_backward_alone(operator):
-    """Where every rank has all of the output's gradient there is nothing to wait for."""
+def computes_backward_without_peers(operator):
+    """Check that the backward of one rank alone does not wait if the output gradient is replicated."""
     case = Case(operator, torch.bfloat16, 19, 13, 17)
     output = case.call()
     if dist.get_rank() == 0:
@@ -304,7 +304,7 @@ def goes_backward_alone(operator):
     case.check({"output": case.call()})
 
 
-def is_plain_linear_on_one_rank(operator, dtype):
+def matches_linear_on_one_rank(operator, dtype):
     case = Case(operator, dtype, 37, 29, 51)
     results = case.run()
     assert torch.equal(results["output"], F.linear(case.x, case.weight, case.bias))

@@ -1,4 +1,4 @@
-"""ag_gemm, and the gather beside it, in groups on several nodes."""
+"""ag_gemm and AsyncAllGather in groups that span several nodes."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ from tdkernels.runtime.recorder import Recorder, record
 from tdkernels.symm.group import group_state
 from tdkernels.symm.topology import Topology
 from tests.autotune.entries import cache_in
-from tests.autotune.support import candidates, same_everywhere
+from tests.autotune.support import candidates, equal_on_ranks
 from tests.ops.collectives.test_async_all_gather import bits, shard_of
 from tests.ops.dense import cases as dense
 from tests.ops.dense import multinode_cases
@@ -40,7 +40,7 @@ CONFIGS = {
     "small tiles, one program at a time": {**SMALL, "num_comm_sms": 1},
     "three programs, chunks of two tiles": {"tiles": Tiles(16, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2},
     "chunks longer than a shard": {"tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
-    "copy engine, which pushes": {**SMALL, "transport": "copy_engine", "chunk_tiles": 2},
+    "copy engine, replaced by push": {**SMALL, "transport": "copy_engine", "chunk_tiles": 2},
     "parts, in two pieces": {"method": "parts", "pieces": 2},
     "torch": {"method": "torch"},
 }
@@ -69,10 +69,10 @@ def test_configs(config):
 
 @thorough
 def test_each_gradient_alone():
-    on_ranks(4, multinode_cases.computes_only_the_gradients_asked_for, "ag_gemm", 2)
+    on_ranks(4, multinode_cases.computes_subsets_of_gradients, "ag_gemm", 2)
 
 
-def test_memory_is_reused():
+def test_workspace_is_reused():
     on_ranks(4, multinode_cases.reuses_poisoned_memory, "ag_gemm", 2, [(5, 3, 7), (66, 70, 9), (5, 3, 7)])
 
 
@@ -84,29 +84,29 @@ def test_slow_rank():
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, SEEDS, [(17, 1, 2)], SMALL), (3, 1, 12, [(1, 1, 1), (2, 3, 1)], {}),
 ], ids=["two chunks", "one rank a node"])
-def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
-    on_ranks(world_size, multinode_cases.is_right_on_every_network, "ag_gemm", local, seeds, shapes, **changes)
+def test_any_network_order(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, multinode_cases.computes_in_any_network_order, "ag_gemm", local, seeds, shapes, **changes)
 
 
 @thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
-def test_same_bits_every_time(world_size, local):
-    on_ranks(world_size, multinode_cases.repeats_its_bits, "ag_gemm", local, BF16, **CHUNKS)
+def test_determinism(world_size, local):
+    on_ranks(world_size, multinode_cases.is_deterministic, "ag_gemm", local, BF16, **CHUNKS)
 
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_missing_rank(missing):
-    # By whichever way a shard does not come, its owner is named.
+    # The error names the owner of the missing shard, whichever path it takes.
     expected = [None if rank == missing else missing for rank in range(4)]
     assert on_ranks(4, multinode_cases.misses_a_rank, "ag_gemm", 2, missing) == expected
 
 
 def test_disagreement():
-    on_ranks(2, multinode_cases.refuses_other_rows, "ag_gemm", 1)
+    on_ranks(2, multinode_cases.reports_disagreement, "ag_gemm", 1)
 
 
-def _makes_another_call(local):
-    """Shapes that all ranks know, so that only the signals can tell."""
+def _detects_mismatch_of_cached_plans(local):
+    """Check that different cached calls fail. No consensus check runs for them; only the signals can detect it."""
     with a_group_on_nodes(local) as group:
         cases = [Case("ag_gemm", FP32, rows, 6, 5, exact=True) for rows in (70, 140)]
         for case in cases:
@@ -122,11 +122,11 @@ def _makes_another_call(local):
 
 @thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
-def test_a_known_but_different_shape_never_gives_a_result(world_size, local):
-    on_ranks(world_size, _makes_another_call, local)
+def test_mismatch_of_cached_plans_is_detected(world_size, local):
+    on_ranks(world_size, _detects_mismatch_of_cached_plans, local)
 
 
-def _is_traced(rows, block_m):
+def _counts_transfers(rows, block_m):
     with a_group_on_nodes(2) as group:
         case = Case("ag_gemm", FP32, rows, 9, 7, exact=True)
         config = AgGemmConfig(tiles=Tiles(block_m, 16, 16, 1, 4, 2), num_comm_sms=2)
@@ -135,34 +135,34 @@ def _is_traced(rows, block_m):
         return recorder.events[NUM_KINDS.value :, :, 0].count_nonzero().item()
 
 
-def test_a_trace_shows_every_transfer():
+def test_trace_records_every_transfer():
     chunks = 3  # each sent, pushed, waited for and relayed once
-    assert on_ranks(4, _is_traced, 16 * chunks, 16) == [4 * chunks] * 4
+    assert on_ranks(4, _counts_transfers, 16 * chunks, 16) == [4 * chunks] * 4
 
 
-# ---- the gather by itself ----
+# ---- AsyncAllGather ----
 
 
-def _begun(group, shard, chunk_rows):
+def _new_gather(group, shard, chunk_rows):
     fields = {"rows": shard.shape[0], "width": shard.shape[1], "dtype": str(shard.dtype), "chunk_rows": chunk_rows}
     return AsyncAllGather("test of gather", fields, shard, group, chunk_rows)
 
 
-def _gathers(local, seeds, shapes, late_s, transport):
-    """Shards are here one by one, in the order of ``source``, and all at the end; the first on poisoned workspaces."""
+def _gathers_shards(local, seeds, shapes, late_s, transport):
+    """Check shards after each step, in the order of ``source``, and after `finish`; first on poisoned workspaces."""
     with a_group_on_nodes(local) as group:
         rank, world_size = group.rank(), group.size()
         for seed in range(seeds):
             reseed(seed)
             shape = shapes[seed % len(shapes)]
-            gather = _begun(group, shard_of(rank, shape, BF16, seed), 16)
+            gather = _new_gather(group, shard_of(rank, shape, BF16, seed), 16)
             if seed < 3:
                 poison(group)
             if rank == seed % world_size:
                 time.sleep(late_s)
             gather.begin()
             if rank == (seed + 1) % world_size:
-                time.sleep(late_s)  # all have begun, so the others wait for the data itself
+                time.sleep(late_s)  # after `begin`, so the peers wait for the data itself
             gather.push(1 + seed % 3) if transport == "push" else gather.copy()
             sources = [gather.source(step) for step in range(world_size)]
             assert sources[0] == rank and sorted(sources) == list(range(world_size))
@@ -174,7 +174,7 @@ def _gathers(local, seeds, shapes, late_s, transport):
             gather.finish()
             tdkernels.synchronize()
             if rank == (seed + 2) % world_size:
-                time.sleep(late_s)  # the others may be at the next call, and must not send before we have read this one
+                time.sleep(late_s)  # peers in the next call must not send before this rank has read its data
             for source in range(world_size):
                 assert torch.equal(bits(gather.gathered[source]), bits(shard_of(source, shape, BF16, seed))), seed
             gather.close()
@@ -184,55 +184,55 @@ def _gathers(local, seeds, shapes, late_s, transport):
 @thorough
 @pytest.mark.parametrize("world_size, local, transport", [(4, 2, "push"), (2, 1, "copy")])
 def test_gather(world_size, local, transport):
-    on_ranks(world_size, _gathers, local, 6, [(1, 1), (37, 5), (20, 24)], 0.03, transport)
+    on_ranks(world_size, _gathers_shards, local, 6, [(1, 1), (37, 5), (20, 24)], 0.03, transport)
 
 
-def test_gather_in_any_order_of_the_network():
-    on_ranks(4, _gathers, 2, SEEDS, [(1, 1), (17, 3)], 0.0, "push")
+def test_gather_in_any_network_order():
+    on_ranks(4, _gathers_shards, 2, SEEDS, [(1, 1), (17, 3)], 0.0, "push")
 
 
 @td.jit
-def way_kernel(sources_ptr, relays_ptr, me, ranks, local, relays):
+def order_kernel(sources_ptr, relays_ptr, rank, ranks, local, relays):
     for step in range(ranks):
-        tl.store(sources_ptr + step, source_at(step, me, ranks, local))
+        tl.store(sources_ptr + step, source_at(step, rank, ranks, local))
     for item in range(relays):
-        source, peer, chunk = relay_of(item, me, ranks, local)
+        source, peer, chunk = relay_of(item, rank, ranks, local)
         tl.store(relays_ptr + 3 * item, source)
         tl.store(relays_ptr + 3 * item + 1, peer)
         tl.store(relays_ptr + 3 * item + 2, chunk)
 
 
 @pytest.mark.parametrize("nodes, local", [(2, 3), (3, 2), (3, 3), (2, 8), (16, 8)])
-def test_every_shard_comes_to_every_rank_once(nodes, local):
-    """However many there are: in the order that the host knows, and relayed in the order in which it is awaited."""
+def test_every_rank_gets_every_shard_once(nodes, local):
+    """Check that the device order of shards equals the host order, and that relays follow the order of waits."""
     ranks, chunks = nodes * local, 2
     relays = chunks * (nodes - 1) * (local - 1)
-    relayed = {rank: [] for rank in range(ranks)}  # what comes there, of each of those that relay
+    relayed = {rank: [] for rank in range(ranks)}  # (relay, chunk, source) by destination
     awaited = {}
-    some = range(ranks) if ranks < 20 else [*range(local), ranks - 1]
-    for me in some:
-        sources, ways = torch.zeros(ranks, dtype=torch.int32), torch.zeros(max(relays, 1), 3, dtype=torch.int32)
-        way_kernel[(1,)](sources, ways, me, ranks, local, relays)
+    tested_ranks = range(ranks) if ranks < 20 else [*range(local), ranks - 1]
+    for rank in tested_ranks:
+        sources, relay_table = torch.zeros(ranks, dtype=torch.int32), torch.zeros(max(relays, 1), 3, dtype=torch.int32)
+        order_kernel[(1,)](sources, relay_table, rank, ranks, local, relays)
         gather = AsyncAllGather.__new__(AsyncAllGather)
-        gather.topology = Topology(me, ranks, local)
-        awaited[me] = sources.tolist()
-        assert awaited[me] == [gather.source(step) for step in range(ranks)]
-        assert awaited[me][0] == me and sorted(awaited[me]) == list(range(ranks))
-        assert all(Topology(me, ranks, local).is_local(source) for source in awaited[me][:local])
-        assert all(source % local == me % local for source in awaited[me][local : local + nodes - 1])
-        for source, peer, chunk in ways.tolist():
-            assert source % local == me % local and source // local != me // local == peer // local and peer != me
-            relayed[peer].append((me, chunk, source))
-    for peer in some[:local]:  # all of one node have been asked
+        gather.topology = Topology(rank, ranks, local)
+        awaited[rank] = sources.tolist()
+        assert awaited[rank] == [gather.source(step) for step in range(ranks)]
+        assert awaited[rank][0] == rank and sorted(awaited[rank]) == list(range(ranks))
+        assert all(Topology(rank, ranks, local).is_local(source) for source in awaited[rank][:local])
+        assert all(source % local == rank % local for source in awaited[rank][local : local + nodes - 1])
+        for source, peer, chunk in relay_table.tolist():
+            assert source % local == rank % local and source // local != rank // local == peer // local and peer != rank
+            relayed[peer].append((rank, chunk, source))
+    for peer in tested_ranks[:local]:  # all ranks of one node are covered
         expected = {(chunk, source) for chunk in range(chunks) for source in awaited[peer][local + nodes - 1 :]}
         assert sorted((chunk, source) for _, chunk, source in relayed[peer]) == sorted(expected)
-        for relay in {me for me, *_ in relayed[peer]}:
-            order = [(chunk, awaited[peer].index(source)) for me, chunk, source in relayed[peer] if me == relay]
+        for relay in {rank for rank, *_ in relayed[peer]}:
+            order = [(chunk, awaited[peer].index(source)) for rank, chunk, source in relayed[peer] if rank == relay]
             assert order == sorted(order)
 
 
-def _keeps_what_it_gathered(local):
-    """What the gradients of gemm_rs use: the product, and the gathered rows, our own too, for who reads them after."""
+def _keeps_gathered_rows(local):
+    """Check ``keep_gathered``, which gradients of gemm_rs use: the output, and the gathered rows of all ranks."""
     with a_group_on_nodes(local) as group:
         rank = group.rank()
         for seed in range(4):
@@ -250,12 +250,12 @@ def _keeps_what_it_gathered(local):
             gather.close()
 
 
-def test_a_product_that_keeps_what_it_gathered():
-    on_ranks(4, _keeps_what_it_gathered, 2)
+def test_keep_gathered():
+    on_ranks(4, _keeps_gathered_rows, 2)
 
 
-def _multiplies_what_arrives(local):
-    """dweight without dx: each shard is multiplied as it comes."""
+def _multiplies_shards_on_arrival(local):
+    """Check dweight without dx, which multiplies each shard on arrival."""
     with a_group_on_nodes(local) as group:
         case = Case("ag_gemm", BF16, 21, 9, 12, bias=False)
         results = []
@@ -269,11 +269,11 @@ def _multiplies_what_arrives(local):
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_a_gradient_that_multiplies_what_arrives():
-    on_ranks(4, _multiplies_what_arrives, 2)
+def test_weight_gradient_multiplies_shards_on_arrival():
+    on_ranks(4, _multiplies_shards_on_arrival, 2)
 
 
-def _misses_a_rank_at_the_beginning(missing):
+def _misses_rank_at_begin(missing):
     with a_group_on_nodes(2) as group:
         _gather_ones(group)
         dist.barrier()
@@ -295,43 +295,43 @@ def _gather_ones(group):
 
 def test_gather_without_a_rank():
     expected = [None if rank == 2 else (2, "ready[2]") for rank in range(4)]
-    assert on_ranks(4, _misses_a_rank_at_the_beginning, 2) == expected
+    assert on_ranks(4, _misses_rank_at_begin, 2) == expected
 
 
 # ---- configs ----
 
 
 @contextlib.contextmanager
-def _nothing_is_poisoned_early(folder):
-    """Whenever the tuner poisons a workspace, all ranks have ended the same number of calls: see ``_poison``."""
-    ended = {rank: folder / f"ended{rank}" for rank in range(dist.get_world_size())}
-    ended[dist.get_rank()].touch()
-    run, poisons = AgGemmTunable.run, tuner._Tuner._poison
+def _check_poison_timing(folder):
+    """Check that all ranks have finished the same calls when the tuner poisons a workspace; see ``_poison``."""
+    finished = {rank: folder / f"ended{rank}" for rank in range(dist.get_world_size())}
+    finished[dist.get_rank()].touch()
+    run, original_poison = AgGemmTunable.run, tuner._Tuner._poison
 
-    def runs(*call):
+    def counted_run(*call):
         output = run(*call)
         time.sleep(0.01 * dist.get_rank())
-        with ended[dist.get_rank()].open("a") as file:
+        with finished[dist.get_rank()].open("a") as file:
             file.write(".")
         return output
 
-    def poisons_in_time(self):
-        assert len({file.stat().st_size for file in ended.values()}) == 1
-        poisons(self)
+    def checked_poison(self):
+        assert len({file.stat().st_size for file in finished.values()}) == 1
+        original_poison(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgGemmTunable, "run", runs)
-        patch.setattr(tuner._Tuner, "_poison", poisons_in_time)
+        patch.setattr(AgGemmTunable, "run", counted_run)
+        patch.setattr(tuner._Tuner, "_poison", checked_poison)
         yield
-    assert ended[dist.get_rank()].stat().st_size > 4
+    assert finished[dist.get_rank()].stat().st_size > 4
 
 
-def _tunes(folder, local):
-    """All candidates run, and the best one is what calls take from then on."""
+def _tunes_and_uses_best(folder, local):
+    """Check that all candidates run, and that later calls use the best one."""
     with a_group_on_nodes(local) as group, cache_in(folder / f"rank{dist.get_rank()}"):
         shape = (48, 48, 48)
         configs = AgGemmConfig(**SMALL), AgGemmConfig(**{**SMALL, "num_comm_sms": 3})
-        with _nothing_is_poisoned_early(folder), candidates(*configs) as op:
+        with _check_poison_timing(folder), candidates(*configs) as op:
             result = tune("ag_gemm", *shape, dtype=FP32, group=group, device=device())
             reasons = [trial.reason for trial in result.trials]
             assert reasons == [None] * 4, reasons
@@ -351,4 +351,4 @@ def _tunes(folder, local):
 @thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 def test_tuning(world_size, local, tmp_path):
-    same_everywhere(on_ranks(world_size, _tunes, tmp_path, local))
+    equal_on_ranks(on_ranks(world_size, _tunes_and_uses_best, tmp_path, local))

@@ -1,4 +1,4 @@
-"""Every dense operator, in every kind of config: forward and every gradient against the unsharded computation."""
+"""Every dense operator in every kind of config: output and gradients against the unsharded computation."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support.subset import pairs, turns
 
 WORLD_SIZES = [1, 2, 3, 4]
 BF16, FP16, FP32 = cases.DTYPES
-ONE_SHOT, AT_ONCE = {"exchange": "one_shot"}, {"transport": "one_shot"}
+ONE_SHOT_EXCHANGE, ONE_SHOT_TRANSPORT = {"exchange": "one_shot"}, {"transport": "one_shot"}
 CONFIGS = {
     "ag_gemm": {
         "default": {},
@@ -28,13 +28,13 @@ CONFIGS = {
         "copy engine, chunks of two tiles": {"transport": "copy_engine", "tiles": Tiles(32, 16, 16), "chunk_tiles": 2},
         "parts": {"method": "parts"},
         "parts, in three pieces": {"method": "parts", "pieces": 3},
-        "one shot": AT_ONCE,
-        "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
-        "one shot, one pushing program, K in three": {
-            **AT_ONCE, "tiles": Tiles(32, 64, 16), "num_comm_sms": 1, "split_k": 3,
+        "one shot": ONE_SHOT_TRANSPORT,
+        "one shot, small tiles, 2 K splits": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, one pushing program, 3 K splits": {
+            **ONE_SHOT_TRANSPORT, "tiles": Tiles(32, 64, 16), "num_comm_sms": 1, "split_k": 3,
         },
-        "one shot, K in more parts than it has blocks": {**AT_ONCE, "tiles": Tiles(16, 128, 32), "split_k": 9},
-        "one shot, one wide tile": {**AT_ONCE, "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 5},
+        "one shot, more K splits than blocks": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(16, 128, 32), "split_k": 9},
+        "one shot, one wide tile": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 5},
     },
     "gemm_rs": {
         "default": {},
@@ -49,42 +49,42 @@ CONFIGS = {
         "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2)},
         "parts": {"method": "parts"},
         "parts, in three pieces": {"method": "parts", "pieces": 3},
-        "one shot": AT_ONCE,
-        "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
-        "one shot, K in three": {**AT_ONCE, "tiles": Tiles(32, 64, 16), "split_k": 3},
-        "one shot, one wide tile": {**AT_ONCE, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
+        "one shot": ONE_SHOT_TRANSPORT,
+        "one shot, small tiles, 2 K splits": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, 3 K splits": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(32, 64, 16), "split_k": 3},
+        "one shot, one wide tile": {**ONE_SHOT_TRANSPORT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
     },
     "gemm_ar": {
         "default": {},
         "torch": {"method": "torch"},
         "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
         "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
-        "items longer than the product": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
+        "items longer than the output": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
         "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
         "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
-        "one shot": ONE_SHOT,
-        "one shot, small tiles, K in two": {**ONE_SHOT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
-        "one shot, K in three": {**ONE_SHOT, "tiles": Tiles(32, 64, 16), "split_k": 3},
-        "one shot, K in more parts than it has blocks": {**ONE_SHOT, "tiles": Tiles(16, 128, 32), "split_k": 9},
-        "one shot, one wide tile": {**ONE_SHOT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
+        "one shot": ONE_SHOT_EXCHANGE,
+        "one shot, small tiles, 2 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, 3 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(32, 64, 16), "split_k": 3},
+        "one shot, more K splits than blocks": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(16, 128, 32), "split_k": 9},
+        "one shot, one wide tile": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
     },
 }
-# Those whose order of sums and sends depends most on who comes first.
-HASTY = {
+# Configs whose order of sums and sends depends most on timing.
+TIMING_SENSITIVE = {
     "ag_gemm": [
         "default", "three pushing programs, chunks of two tiles", "copy engine", "parts, in three pieces",
-        "one shot, small tiles, K in two",
+        "one shot, small tiles, 2 K splits",
     ],
     "gemm_rs": [
         "default", "small tiles, sent one by one", "direct, small tiles", "parts, in three pieces",
-        "one shot, K in three",
+        "one shot, 3 K splits",
     ],
-    "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
+    "gemm_ar": ["default", "small tiles, sent one by one", "one shot, 3 K splits"],
 }
 
-BY_TORCHS_GEMM = [(name, {"method": "parts", "pieces": 2}) for name in ("ag_gemm", "gemm_rs")]
+PIPELINED = [(name, {"method": "parts", "pieces": 2}) for name in ("ag_gemm", "gemm_rs")]
 
-assert list(CONFIGS) == list(HASTY) == OPERATORS
+assert list(CONFIGS) == list(TIMING_SENSITIVE) == OPERATORS
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
@@ -106,7 +106,7 @@ def test_every_element_of_small_integers(world_size, dtype, operator):
 
 @each_operator
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_larger_than_any_tile(dtype, operator):
+def test_shapes_larger_than_any_tile(dtype, operator):
     on_ranks(2, cases.computes, operator, dtype, cases.LARGE_SHAPES)
 
 
@@ -120,7 +120,7 @@ def test_configs(operator, config, world_size, dtype):
 
 @pytest.mark.parametrize("operator, config", configs_of())
 def test_minimal_shapes_in_every_config(operator, config):
-    shapes = [*cases.MINIMAL_SHAPES, cases.FEW_ROWS]
+    shapes = [*cases.MINIMAL_SHAPES, cases.SMALL_M]
     on_ranks(3, cases.computes, operator, BF16, shapes, exact=True, **CONFIGS[operator][config])
 
 
@@ -131,25 +131,25 @@ def test_layouts(operand, layout, operator):
     on_ranks(2, cases.computes_with_layout, operator, BF16, operand, layout)
 
 
-@pytest.mark.parametrize("operator, changes", BY_TORCHS_GEMM, ids=str)
+@pytest.mark.parametrize("operator, changes", PIPELINED, ids=str)
 @pytest.mark.parametrize("operand", ["x", "weight", "dy"])
-def test_layouts_in_parts(operand, operator, changes):
+def test_pipelined_layouts(operand, operator, changes):
     on_ranks(2, cases.computes_with_layout, operator, BF16, operand, "every_second", **changes)
 
 
-@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + BY_TORCHS_GEMM, ids=str)
+@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + PIPELINED, ids=str)
 def test_strided_bias(operator, changes):
     on_ranks(2, cases.computes_with_strided_bias, operator, FP16, **changes)
 
 
-@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + BY_TORCHS_GEMM, ids=str)
+@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + PIPELINED, ids=str)
 def test_expanded_gradient(operator, changes):
-    on_ranks(2, cases.takes_an_expanded_gradient, operator, **changes)
+    on_ranks(2, cases.supports_expanded_gradients, operator, **changes)
 
 
-@pytest.mark.parametrize("operator, changes", BY_TORCHS_GEMM, ids=str)
-def test_each_subset_of_gradients_in_parts(operator, changes):
-    on_ranks(2, cases.computes_only_the_gradients_asked_for, operator, BF16, **changes)
+@pytest.mark.parametrize("operator, changes", PIPELINED, ids=str)
+def test_pipelined_subsets_of_gradients(operator, changes):
+    on_ranks(2, cases.computes_subsets_of_gradients, operator, BF16, **changes)
 
 
 @pytest.mark.parametrize(
@@ -163,67 +163,69 @@ def test_leading_dimensions(world_size, batch_seq, operator):
     "world_size, changes, operator", pairs([1, 2, 3], [{}, {"method": "torch"}], OPERATORS), ids=str
 )
 def test_no_rows(world_size, changes, operator):
-    on_ranks(world_size, cases.computes_nothing, operator, BF16, changes)
+    on_ranks(world_size, cases.computes_without_rows, operator, BF16, changes)
 
 
 @pytest.mark.parametrize("world_size, dtype, operator", pairs([1, 2, 3], [BF16, FP32], OPERATORS), ids=str)
-def test_each_subset_of_gradients(world_size, dtype, operator):
-    on_ranks(world_size, cases.computes_only_the_gradients_asked_for, operator, dtype)
+def test_subsets_of_gradients(world_size, dtype, operator):
+    on_ranks(world_size, cases.computes_subsets_of_gradients, operator, dtype)
 
 
 @each_operator
 @pytest.mark.parametrize(
-    "what",
+    "check",
     [
-        cases.computes_without_grad, cases.uses_an_output_twice, cases.feeds_one_x_to_two_calls,
-        cases.goes_backward_twice, cases.recomputes_in_a_checkpoint, cases.obeys_autocast,
+        cases.computes_without_grad, cases.uses_an_output_twice, cases.shares_x_between_calls,
+        cases.repeats_backward, cases.supports_checkpoint, cases.supports_autocast,
     ],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_autograd(world_size, what, operator):
-    on_ranks(world_size, what, operator)
+def test_autograd(world_size, check, operator):
+    on_ranks(world_size, check, operator)
 
 
-@pytest.mark.parametrize("operator, config", configs_of(HASTY))
+@pytest.mark.parametrize("operator, config", configs_of(TIMING_SENSITIVE))
 def test_training_after_inference(operator, config):
     on_ranks(2, cases.trains_after_inference, operator, **CONFIGS[operator][config])
 
 
 @each_operator
-def test_second_derivatives_are_refused(operator):
-    on_ranks(1, cases.refuses_second_derivatives, operator)
+def test_second_derivatives_are_rejected(operator):
+    on_ranks(1, cases.rejects_second_derivatives, operator)
 
 
 @each_operator
-def test_forward_mode_is_refused(operator):
-    on_ranks(1, cases.refuses_forward_mode, operator)
+def test_forward_mode_is_rejected(operator):
+    on_ranks(1, cases.rejects_forward_mode, operator)
 
 
-@pytest.mark.parametrize("operator, config, dtype", turns(configs_of(HASTY), [(BF16,), (FP32,)]), ids=str)
-def test_same_bits_every_time(operator, config, dtype):
-    on_ranks(3, cases.repeats_its_bits, operator, dtype, **CONFIGS[operator][config])
+@pytest.mark.parametrize("operator, config, dtype", turns(configs_of(TIMING_SENSITIVE), [(BF16,), (FP32,)]), ids=str)
+def test_determinism(operator, config, dtype):
+    on_ranks(3, cases.is_deterministic, operator, dtype, **CONFIGS[operator][config])
 
 
-@pytest.mark.parametrize("operator, config", configs_of({name: HASTY[name] for name in ("gemm_rs", "gemm_ar")}))
+@pytest.mark.parametrize(
+    "operator, config", configs_of({name: TIMING_SENSITIVE[name] for name in ("gemm_rs", "gemm_ar")})
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sums_are_in_rank_order(dtype, operator, config):
-    on_ranks(4, cases.adds_in_rank_order, operator, dtype, **CONFIGS[operator][config])
+def test_summation_order(dtype, operator, config):
+    on_ranks(4, cases.reduces_in_rank_order, operator, dtype, **CONFIGS[operator][config])
 
 
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if "output" not in DIVIDED[name]])
-def test_gradients_of_an_output_that_all_have_take_no_peer(operator):
-    on_ranks(2, cases.goes_backward_alone, operator)
+def test_backward_of_replicated_output_needs_no_peer(operator):
+    on_ranks(2, cases.computes_backward_without_peers, operator)
 
 
 @each_operator
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_one_rank_is_plain_linear(dtype, operator):
-    on_ranks(1, cases.is_plain_linear_on_one_rank, operator, dtype)
+def test_one_rank_matches_linear(dtype, operator):
+    on_ranks(1, cases.matches_linear_on_one_rank, operator, dtype)
 
 
-# As the tuner has found them on H200, of shapes near to those.
-@pytest.mark.parametrize("operator, world_size, sizes, columns, way", [
+# The best configs that the tuner found on H200 for similar shapes.
+@pytest.mark.parametrize("operator, world_size, sizes, columns, exchange", [
     ("ag_gemm", 2, (256, 4096, 28672), 128, "push"), ("ag_gemm", 4, (2048, 2560, 8192), 256, "push"),
     ("ag_gemm", 2, (128, 14336, 4096), 256, "one_shot"), ("ag_gemm", 2, (128, 5120, 8192), 128, "one_shot"),
     ("gemm_ar", 2, (128, 57344, 4096), 128, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
@@ -232,10 +234,10 @@ def test_one_rank_is_plain_linear(dtype, operator):
     ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "forward"),
     ("gemm_ar", 4, (2048, 4096, 1024), 128, "two_shot"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "two_shot"),
 ])
-def test_default_tiles_on_hopper(operator, world_size, sizes, columns, way, monkeypatch):
-    """Of a rank's rows (those of its shard, but of gemm_ar), n and k."""
+def test_default_tiles_on_hopper(operator, world_size, sizes, columns, exchange, monkeypatch):
+    """``sizes`` are rows (of the shard; of all ranks for gemm_ar), n and k per rank."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     config = tunable(operator).config_module.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
     found = config.tiles.block_m, config.tiles.block_n, getattr(config, "transport", None) or config.exchange
-    assert found == (128, columns, way)
+    assert found == (128, columns, exchange)

@@ -1,4 +1,4 @@
-"""gemm_ar in groups on several nodes."""
+"""gemm_ar in groups that span several nodes."""
 
 import pytest
 
@@ -13,9 +13,9 @@ SMALL = {"exchange": "two_shot", "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tile
 CONFIGS = {
     "small tiles, sent one by one": SMALL,
     "items of three tiles": {"exchange": "two_shot", "tiles": Tiles(32, 64, 16), "item_tiles": 3},
-    "items longer than the product": {"exchange": "two_shot", "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
+    "items longer than the output": {"exchange": "two_shot", "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
     "sums in two halves": {"exchange": "two_shot", "tiles": Tiles(16, 128, 32), "item_tiles": 5},
-    "one shot, which is not": {"exchange": "one_shot", "tiles": Tiles(16, 64, 32), "split_k": 2},
+    "one shot, ignored": {"exchange": "one_shot", "tiles": Tiles(16, 64, 32), "split_k": 2},
     "torch": {"method": "torch"},
 }
 
@@ -41,7 +41,7 @@ def test_configs(config):
     on_ranks(4, multinode_cases.computes, "gemm_ar", FP16, 2, [(20, 37, 24)], **CONFIGS[config])
 
 
-def test_memory_is_reused():
+def test_workspace_is_reused():
     on_ranks(4, multinode_cases.reuses_poisoned_memory, "gemm_ar", 2, [(5, 3, 7), (66, 20, 9), (5, 3, 7)])
 
 
@@ -53,26 +53,26 @@ def test_slow_rank():
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])
-def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
-    on_ranks(world_size, multinode_cases.is_right_on_every_network, "gemm_ar", local, seeds, shapes, **changes)
+def test_any_network_order(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, multinode_cases.computes_in_any_network_order, "gemm_ar", local, seeds, shapes, **changes)
 
 
 @thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
-def test_same_bits_every_time(world_size, local):
-    on_ranks(world_size, multinode_cases.repeats_its_bits, "gemm_ar", local, BF16, **SMALL)
+def test_determinism(world_size, local):
+    on_ranks(world_size, multinode_cases.is_deterministic, "gemm_ar", local, BF16, **SMALL)
 
 
 @pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sums_are_in_the_order_of_ranks_and_nodes(dtype, world_size, local):
-    on_ranks(world_size, multinode_cases.adds_in_order, "gemm_ar", local, dtype)
+def test_summation_order(dtype, world_size, local):
+    on_ranks(world_size, multinode_cases.reduces_in_fixed_order, "gemm_ar", local, dtype)
 
 
-# ---- one owner of a tile adds all nodes' sums ----
+# ---- one owner per tile sums all nodes ----
 
 
-def test_one_owner_adds_where_that_saves_more_than_a_trip():
+def test_one_owner_sums_large_messages_of_three_or_more_nodes():
     few, many = 1 << 12, 1 << 24
     assert [adds_once(nodes, few) for nodes in (2, 3, 8)] == [False, False, False]
     assert [adds_once(nodes, many) for nodes in (1, 2, 3, 8)] == [False, False, True, True]
@@ -82,13 +82,13 @@ def test_one_owner_adds_where_that_saves_more_than_a_trip():
     (4, 2, BF16, [(5, 3, 7), (65, 21, 33)]), (3, 1, FP16, [(17, 21, 33), (1, 1, 1)]),
     pytest.param(6, 2, BF16, [(65, 21, 33)], marks=thorough),
 ], ids=str)
-def test_one_owner_adds(world_size, local, dtype, shapes):
+def test_one_owner_sums(world_size, local, dtype, shapes):
     on_ranks(world_size, multinode_cases.adding_once, multinode_cases.computes, "gemm_ar", dtype, local, shapes)
 
 
 @thorough
 @pytest.mark.parametrize("config", CONFIGS)
-def test_one_owner_adds_configs(config):
+def test_one_owner_sums_configs(config):
     args = ("gemm_ar", FP16, 1, [(20, 37, 24), (70, 66, 9)])
     on_ranks(3, multinode_cases.adding_once, multinode_cases.computes, *args, **CONFIGS[config])
 
@@ -96,24 +96,26 @@ def test_one_owner_adds_configs(config):
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 50, [(1, 1, 1), (2, 65, 1)], SMALL),
 ], ids=["default", "several tiles", "one rank a node"])
-def test_one_owner_adds_in_any_order_of_the_network(world_size, local, seeds, shapes, changes):
+def test_one_owner_sums_in_any_network_order(world_size, local, seeds, shapes, changes):
     args = ("gemm_ar", local, seeds, shapes)
-    on_ranks(world_size, multinode_cases.adding_once, multinode_cases.is_right_on_every_network, *args, **changes)
+    on_ranks(world_size, multinode_cases.adding_once, multinode_cases.computes_in_any_network_order, *args, **changes)
 
 
-def test_one_owner_adds_in_memory_that_is_reused():
+def test_one_owner_sums_in_reused_workspace():
     args = ("gemm_ar", 1, [(5, 3, 7), (66, 20, 9), (5, 3, 7)])
     on_ranks(3, multinode_cases.adding_once, multinode_cases.reuses_poisoned_memory, *args)
 
 
 @pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
-def test_one_owner_adds_the_same_bits(world_size, local):
-    # Whoever adds, adds the same numbers in the same order.
-    on_ranks(world_size, multinode_cases.adding_once, multinode_cases.adds_in_order, "gemm_ar", local, BF16, **SMALL)
+def test_one_owner_summation_order(world_size, local):
+    # The same numbers are summed in the same order, wherever the sum is computed.
+    on_ranks(
+        world_size, multinode_cases.adding_once, multinode_cases.reduces_in_fixed_order, "gemm_ar", local, BF16, **SMALL
+    )
 
 
-# Rank 0 adds the only tile, rank 2 relays it. Without 0 rank 2 misses the total; without 1 rank 0 gives up and passes
-# nothing on, and what it has not passed on rank 2 does not either.
+# Rank 0 sums the only tile, rank 2 relays it. Without rank 0, rank 2 misses the total. Without rank 1, rank 0 times out
+# and sends nothing, so rank 2 relays nothing.
 @pytest.mark.parametrize("missing, missed", [(0, [None, 0, 0, 2]), (1, [1, None, 0, 2])], ids=["adder", "its peer"])
 def test_one_owner_misses_a_rank(missing, missed):
     errors = on_ranks(4, multinode_cases.adding_once, multinode_cases.misses_a_rank, "gemm_ar", 2, missing)
@@ -121,9 +123,9 @@ def test_one_owner_misses_a_rank(missing, missed):
 
 
 def test_missing_rank():
-    # Rank 0 owns the only tile on its node and misses its node peer; rank 2 misses the sum of rank 0, rank 3 the total.
+    # Rank 0 owns the only tile of its node and misses its node peer. Rank 2 misses rank 0's sum, rank 3 the total.
     assert on_ranks(4, multinode_cases.misses_a_rank, "gemm_ar", 2, 1) == [1, None, 0, 2]
 
 
 def test_disagreement():
-    on_ranks(2, multinode_cases.refuses_other_rows, "gemm_ar", 1)
+    on_ranks(2, multinode_cases.reports_disagreement, "gemm_ar", 1)

@@ -1,4 +1,4 @@
-"""gemm_rs in groups on several nodes."""
+"""gemm_rs in groups that span several nodes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ CONFIGS = {
     "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
     "items longer than a shard": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
     "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
-    "direct, which is not": {"transport": "direct"},
+    "direct, ignored": {"transport": "direct"},
     "torch": {"method": "torch"},
 }
 
@@ -44,10 +44,10 @@ def test_configs(config):
 
 @thorough
 def test_each_gradient_alone():
-    on_ranks(4, multinode_cases.computes_only_the_gradients_asked_for, "gemm_rs", 2)
+    on_ranks(4, multinode_cases.computes_subsets_of_gradients, "gemm_rs", 2)
 
 
-def test_memory_is_reused():
+def test_workspace_is_reused():
     on_ranks(4, multinode_cases.reuses_poisoned_memory, "gemm_rs", 2, [(5, 3, 7), (66, 20, 9), (5, 3, 7)])
 
 
@@ -59,28 +59,28 @@ def test_slow_rank():
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])
-def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
-    on_ranks(world_size, multinode_cases.is_right_on_every_network, "gemm_rs", local, seeds, shapes, **changes)
+def test_any_network_order(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, multinode_cases.computes_in_any_network_order, "gemm_rs", local, seeds, shapes, **changes)
 
 
 @thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
-def test_same_bits_every_time(world_size, local):
-    on_ranks(world_size, multinode_cases.repeats_its_bits, "gemm_rs", local, BF16, **SMALL)
+def test_determinism(world_size, local):
+    on_ranks(world_size, multinode_cases.is_deterministic, "gemm_rs", local, BF16, **SMALL)
 
 
 @pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sums_are_in_the_order_of_ranks_and_nodes(dtype, world_size, local):
-    on_ranks(world_size, multinode_cases.adds_in_order, "gemm_rs", local, dtype)
+def test_summation_order(dtype, world_size, local):
+    on_ranks(world_size, multinode_cases.reduces_in_fixed_order, "gemm_rs", local, dtype)
 
 
 def test_missing_rank():
-    # Rank 0 misses its node peer, and rank 3 the other node's sum; rank 2 that of rank 0, which could not make it.
+    # Rank 0 misses its node peer, rank 3 the sum of the other node, and rank 2 the sum that rank 0 cannot compute.
     assert on_ranks(4, multinode_cases.misses_a_rank, "gemm_rs", 2, 1) == [1, None, 0, 1]
 
 
-def _refuses_parts():
+def _rejects_parts_method():
     with a_group_on_nodes(1) as group:
         case = Case("gemm_rs", FP32, 4, 3, 8)
         with pytest.raises(NotImplementedError, match="gemm_rs: runs on one node, .* are on 2 nodes"):
@@ -88,9 +88,9 @@ def _refuses_parts():
         case.check(case.run(group=group))
 
 
-def test_parts_are_refused():
-    on_ranks(2, _refuses_parts)
+def test_parts_method_is_rejected():
+    on_ranks(2, _rejects_parts_method)
 
 
 def test_disagreement():
-    on_ranks(2, multinode_cases.refuses_other_rows, "gemm_rs", 1)
+    on_ranks(2, multinode_cases.reports_disagreement, "gemm_rs", 1)

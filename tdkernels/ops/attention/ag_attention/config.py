@@ -11,7 +11,8 @@ from tdkernels.runtime import gpu
 
 _METHODS = ("fused", *KERNELS, "torch")
 _BACKWARDS = ("", "fused", *KERNELS)
-# From this number of positions per shard, cuDNN is faster than the fused kernel on H200 (bench/NOTES.md).
+# From this number of positions per shard, cuDNN is faster than the fused kernel on H200
+# (docs/performance/notes/attention.md).
 _CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 4096
 _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
 

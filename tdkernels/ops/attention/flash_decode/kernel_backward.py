@@ -40,10 +40,12 @@ def flash_decode_backward_kernel(
 
     Program (b * heads + head, split) computes one entry, head and split.
 
-    after_ptr: number of keys on later ranks, [B]
-    delta_ptr: rowsum(do * o), minus the gradient of lse if there is one, [B, TQ, heads * G]
-    dq_ptr: fp32, initialized with zeros
-    strides, TILE: as for ``flash_decode_kernel``
+    Args:
+        after_ptr: Number of keys on later ranks, [B].
+        delta_ptr: rowsum(do * o), minus the gradient of lse if there is one, [B, TQ, heads * G].
+        dq_ptr: fp32, initialized with zeros.
+        strides: As for ``flash_decode_kernel``.
+        TILE: As for ``flash_decode_kernel``.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n

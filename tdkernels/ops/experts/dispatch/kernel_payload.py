@@ -29,7 +29,8 @@ class Payload(NamedTuple):
         quantize: 0 for no quantization, or BY_INTEGERS or BY_INSTRUCTION.
         gradient: Whether the rows are gradients, see the module.
         aligned: Whether rows begin at multiples of 16 bytes.
-        block, scale_block: Elements that a program moves at a time, powers of two.
+        block: Elements of a row that a program moves at a time, a power of two.
+        scale_block: Scales, or words of scales, that a program moves at a time, a power of two.
     """
 
     source: tl.dtype

@@ -149,9 +149,12 @@ def low_latency_call(
 
     Args:
         ctx: Context of the kernel.
-        routing, tensors, plan, phase: As in ``launch.dispatch_call``.
+        routing: Routing of the call.
+        tensors: Tensors of the dispatch, as in ``launch.dispatch_call``.
         parts: Result of ``parts_of``.
+        plan: Plan id, as in ``launch.dispatch_call``.
         known: Tables, received-slot map, ids, error code and splits.
+        phase: Phase to launch, "both", "send" or "receive".
         call: Number of the call for host errors, or CALL_NUMBER.
     """
     config, shape, x = routing.config, routing.shape, tensors.x

@@ -16,7 +16,8 @@ class RoutingShape(NamedTuple):
 
     Attributes:
         operator: Name of the operator, for errors.
-        tokens, choices: T and k of this rank's topk_ids.
+        tokens: T of this rank's topk_ids.
+        choices: k of this rank's topk_ids.
         num_experts: E, the experts of all ranks.
         world_size: W.
         max_tokens: Number of rows of the output. None: as many as the rank receives.
@@ -39,7 +40,8 @@ class DispatchRequest(NamedTuple):
 
     Attributes:
         operator: Name of the operator, for errors.
-        x, ids: [T, H] and [T, k]. An id of -1 is a dropped assignment.
+        x: Tokens, [T, H].
+        ids: Experts of each token, [T, k]. An id of -1 is a dropped assignment.
         config: The EpConfig of the call, or None.
         by_source: Whether rows are grouped by source rank (all_to_all) instead of by expert.
         error_code: int32 scalar on the device for errors that the values of the ids do not show, or None. 0: no error;

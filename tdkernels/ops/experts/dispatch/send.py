@@ -71,8 +71,16 @@ def ep_dispatch_send(
     """Run the send phase of ``ep_dispatch``. Work launched before ``receive()`` overlaps the communication.
 
     Args:
-        x, topk_ids, topk_weights, num_experts, scales, quantize, max_tokens, max_tokens_per_rank, group, config: As in
-            ``ep_dispatch``.
+        x: Tokens [T, H], as in ``ep_dispatch``.
+        topk_ids: Experts of each token, [T, k], or the EpHandle of an earlier dispatch, as in ``ep_dispatch``.
+        topk_weights: Weights [T, k] or None, as in ``ep_dispatch``.
+        num_experts: Number of experts E, divisible by W.
+        scales: Scales [T] or [T, S] of an x that is already quantized, or None.
+        quantize: None or "fp8", as in ``ep_dispatch``.
+        max_tokens: Upper bound of the rows that any rank receives, or None, as in ``ep_dispatch``.
+        max_tokens_per_rank: Upper bound of T on all ranks, or None, as in ``ep_dispatch``.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: EpConfig, the same on all ranks, or None, as in ``ep_dispatch``.
 
     Returns:
         EpSent. Its ``receive()`` returns (recv, handle). A group can have one dispatch in flight.
@@ -110,7 +118,11 @@ def ep_combine_send(
     """Run the send phase of ``ep_combine``. Work launched before ``receive()`` overlaps the communication.
 
     Args:
-        expert_out, handle, topk_weights, group, config: As in ``ep_combine``.
+        expert_out: [R, H], one row for each row of recv.x, as in ``ep_combine``.
+        handle: The EpHandle of the dispatch that sent the tokens.
+        topk_weights: Weights [T, k] or None, as in ``ep_combine``.
+        group: The group of the dispatch.
+        config: EpConfig, the same on all ranks, or None, as in ``ep_combine``.
 
     Returns:
         EpSent. Its ``receive()`` returns y. A group can have one combine in flight.

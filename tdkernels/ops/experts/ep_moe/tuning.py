@@ -44,7 +44,7 @@ _LAUNCH_S = 5e-6
 _HOST_S = 30e-6  # until the host knows the number of rows
 _PROGRAMS = 64  # programs that send concurrently
 # Slowdown of both GEMMs while tokens are sent and received. Measured on 2 ranks: 1.10 to 1.19 for the three
-# largest experts in the table of bench/NOTES.md, 1.35 and 1.55 for small ones.
+# largest experts in docs/performance/notes/ep-moe.md, 1.35 and 1.55 for small ones.
 _SLOWED = 1.15
 
 

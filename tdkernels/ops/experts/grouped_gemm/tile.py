@@ -14,7 +14,9 @@ class GroupedProduct(NamedTuple):
     """Compile-time parameters of a grouped product: the constexpr argument ``PRODUCT`` of its kernels.
 
     Args:
-        block_m, block_n, block_k: Tile sizes.
+        block_m: Tile size in rows.
+        block_n: Tile size in columns of the output.
+        block_k: Tile size along K.
         elem_bytes: Bytes per element of the weight.
         aligned: Whether sizes and strides are multiples of 16 elements (``gemm_operands.aligned``).
         even_k: Whether K is a multiple of block_k. Rows start at multiples of 16 bytes then.

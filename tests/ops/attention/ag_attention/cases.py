@@ -1,4 +1,4 @@
-"""What ag_attention is asked, as functions that every rank runs. test_ag_attention.py asks."""
+"""Test bodies for ag_attention. Every rank runs them; see test_ag_attention.py."""
 
 from dataclasses import replace
 from unittest import mock
@@ -12,8 +12,8 @@ import tdkernels
 from tdkernels import AgAttentionConfig
 from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
 from tdkernels.ops.attention.ag_attention import pipelined
-from tests.ops.attention.ag_attention.oracle import BF16, FP32, NAMES, Sharded, many
-from tests.ops.experts.tp_moe.cases import check_refusal, poisoned_outputs
+from tests.ops.attention.ag_attention.oracle import BF16, FP32, NAMES, Sharded, enlarge
+from tests.ops.experts.tp_moe.cases import check_rejection, poisoned_outputs
 from tests.support.ranks import device
 
 CONFIGS = {
@@ -27,15 +27,15 @@ CONFIGS = {
     "cudnn": AgAttentionConfig(method="cudnn"),
     "torch": AgAttentionConfig(method="torch"),
 }
-BY_PARTS = ("flash", "cudnn")  # of GPUs alone they have fp32 and cuDNN
-SMALL = many(dict(rows=21, heads=2, kv_heads=1, d=16, dv=24))
+PIPELINED = ("flash", "cudnn")  # on GPUs without fp32; on CPU ranks without cuDNN
+SMALL = enlarge(dict(rows=21, heads=2, kv_heads=1, d=16, dv=24))
 
 
-# ---- what it computes ----
+# ---- results ----
 
 
 def computes(spec, config):
-    """Forward and every gradient; and the specification's forward is the same."""
+    """Check the forward and every gradient."""
     case = Sharded(**spec)
     with poisoned_outputs():
         results = case.run(config=CONFIGS[config])
@@ -43,28 +43,28 @@ def computes(spec, config):
     case.check(results)
 
 
-def goes_backward_by_parts(spec, method, config):
-    """The gradients of o alone, by a kernel of torch's on one rank's keys at a time; and ours, if it is asked."""
+def computes_pipelined_gradients(spec, method, config):
+    """Check the gradients of o alone with the given backward method, and that this method has run."""
     case = Sharded(**spec, lse=False)
     with (
         poisoned_outputs(),
         mock.patch.object(ag_attention_launch_dq, "launch", wraps=ag_attention_launch_dq.launch) as fused,
-        mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as by_parts,
+        mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as pipelined_backward,
     ):
         results = case.run(config=replace(CONFIGS[config] or AgAttentionConfig(), backward=method))
     case.check(results)
-    assert (fused.call_count, by_parts.call_count) == ((1, 0) if method == "fused" else (0, 1))
+    assert (fused.call_count, pipelined_backward.call_count) == ((1, 0) if method == "fused" else (0, 1))
 
 
-def specifies(spec):
+def matches_reference(spec):
     case = Sharded(**spec)
     with torch.no_grad():
         o, lse = case.call(tdkernels.ag_attention_ref)
     case.check({"o": o, "lse": lse})
 
 
-def returns_what_is_asked():
-    """o alone, the same bits as with lse, and by one gradient the same as by both of which one is zero."""
+def returns_requested_outputs():
+    """Check that o has the same bits with and without lse, and that a zero dlse adds nothing to the gradients."""
     case = Sharded(**SMALL, lse=False, seed=4)
     expected = case.run()
     case.require()
@@ -82,21 +82,21 @@ def returns_what_is_asked():
 # ---- autograd ----
 
 
-def computes_what_is_wanted():
-    """Any one gradient alone; and nothing is launched for others."""
+def computes_single_gradients():
+    """Check each gradient alone, and that no kernel is launched for the others."""
     case = Sharded(**SMALL, seed=5)
     for name, launches in (("q", (1, 0)), ("k", (0, 1)), ("v", (0, 1))):
         with (
             mock.patch.object(ag_attention_launch_dq, "launch_dq", wraps=ag_attention_launch_dq.launch_dq) as dq,
             mock.patch.object(ag_attention_launch_dq, "launch_dkv", wraps=ag_attention_launch_dq.launch_dkv) as dkv,
         ):
-            results = case.run(wanted=(name,))
+            results = case.run(inputs=(name,))
         assert set(results) == {"o", "lse", f"d{name}"}
         case.check(results)
         assert (dq.call_count, dkv.call_count) == launches, name
 
 
-def goes_backward_twice():
+def repeats_backward():
     case = Sharded(**SMALL, seed=7)
     case.require()
     o, lse = case.call()
@@ -105,13 +105,13 @@ def goes_backward_twice():
     case.check({name: gradient / 2 for name, gradient in case.gradients().items()})
 
 
-def takes_any_layout(config="default"):
-    """Heads before positions, a part of a wider tensor, an expanded gradient: the same bits as of plain ones.
+def supports_any_layout(config="default"):
+    """Check that strided, misaligned and expanded operands give the same bits as contiguous ones.
 
-    But for gradients that torch's kernels make on GPUs, which add up in any order.
+    Gradients of torch's kernels on GPUs are only compared with a tolerance: their order of summation varies.
     """
-    ordered = config not in BY_PARTS or device().type == "cpu"
-    case = Sharded(**SMALL, dtype=BF16 if config in BY_PARTS else FP32, lse=config not in BY_PARTS, seed=9)
+    ordered = config not in PIPELINED or device().type == "cpu"
+    case = Sharded(**SMALL, dtype=BF16 if config in PIPELINED else FP32, lse=config not in PIPELINED, seed=9)
     config = CONFIGS[config]
     case.do, case.dlse = torch.ones_like(case.do), torch.zeros_like(case.dlse)
     expected = case.run(config=config)
@@ -126,11 +126,11 @@ def takes_any_layout(config="default"):
         torch.testing.assert_close(result, expected[name], **(bound or dict(rtol=0, atol=0)), msg=name)
 
 
-def takes_any_layout_by_parts():
-    takes_any_layout("flash")
+def supports_any_layout_pipelined():
+    supports_any_layout("flash")
 
 
-def recomputes_in_a_checkpoint():
+def supports_checkpoint():
     case = Sharded(**SMALL, seed=10)
     case.require()
     o, lse = checkpoint(case.call, use_reentrant=False)
@@ -138,7 +138,7 @@ def recomputes_in_a_checkpoint():
     case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
 
 
-def casts_as_autocast_says():
+def supports_autocast():
     case = Sharded(**SMALL, seed=11)
     case.own = {name: operand.float() for name, operand in case.own.items()}
     with torch.autocast(device().type, BF16):
@@ -147,7 +147,7 @@ def casts_as_autocast_says():
     case.check({name: result if name == "lse" else result.to(BF16) for name, result in results.items()})
 
 
-def refuses_second_derivatives():
+def rejects_second_derivatives():
     case = Sharded(**SMALL, dtype=FP32, seed=12)
     case.require()
     for config in ("default", "torch"):
@@ -156,48 +156,48 @@ def refuses_second_derivatives():
             torch.autograd.grad(o, case.own["k"], case.do, create_graph=True)
 
 
-def runs_between_graphs():
-    """torch.compile takes what is before and after, and leaves the call as it is."""
+def runs_between_compiled_operations():
+    """Check a call between operations that torch.compile traces."""
     torch._dynamo.reset()
     case = Sharded(**SMALL, lse=False, seed=16)
     case.require()
 
-    def between(q, k, v):
+    def function(q, k, v):
         return tdkernels.ag_attention(q * 1.0, k, v) * 1.0
 
-    o = torch.compile(between, backend="eager")(*(case.own[name] for name in NAMES))
+    o = torch.compile(function, backend="eager")(*(case.own[name] for name in NAMES))
     o.backward(case.do)
     case.check({"o": o.detach(), **case.gradients()})
 
 
-def compiles_to_what_is_asked():
-    """Of lse, which nobody asked for, torch.compile makes a gradient of zeros; ours would then go backward alone."""
+def compiles_without_lse():
+    """Check that an unused lse, for which torch.compile creates a zero gradient, does not force the fused backward."""
     torch._dynamo.reset()
     case = Sharded(**SMALL, lse=False, seed=17)
     case.require()
     attend = torch.compile(
         lambda q, k, v: tdkernels.ag_attention(q, k, v, config=CONFIGS["flash"]), backend="aot_eager", fullgraph=True
     )
-    with mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as by_parts:
+    with mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as pipelined_backward:
         o = attend(*(case.own[name] for name in NAMES))
         o.backward(case.do)
-    assert by_parts.call_count == 1
+    assert pipelined_backward.call_count == 1
     case.check({"o": o.detach(), **case.gradients()})
 
 
 AUTOGRAD = [
-    returns_what_is_asked, computes_what_is_wanted, goes_backward_twice, takes_any_layout, takes_any_layout_by_parts,
-    recomputes_in_a_checkpoint,
-    casts_as_autocast_says, refuses_second_derivatives, runs_between_graphs, compiles_to_what_is_asked,
+    returns_requested_outputs, computes_single_gradients, repeats_backward, supports_any_layout,
+    supports_any_layout_pipelined, supports_checkpoint, supports_autocast, rejects_second_derivatives,
+    runs_between_compiled_operations, compiles_without_lse,
 ]
 
 
 def computes_in_a_subgroup(config):
-    """Two of three ranks, in another order than the world's."""
+    """Check a subgroup of two of three ranks, in reverse order."""
     group = dist.new_group([2, 0])
     try:
         if dist.get_rank() != 1:
-            case = Sharded(**SMALL, sharding="zigzag", lse=config not in BY_PARTS, seed=3, group=group)
+            case = Sharded(**SMALL, sharding="zigzag", lse=config not in PIPELINED, seed=3, group=group)
             case.check(case.run(config=CONFIGS[config]))
             del case
     finally:
@@ -205,17 +205,21 @@ def computes_in_a_subgroup(config):
             dist.destroy_process_group(group)
 
 
-# ---- what is refused ----
+# ---- validation errors ----
 
 
-def refuses():
-    """With the argument and its shape, on each rank alone and before anything is launched."""
+def rejects_invalid_arguments():
+    """Check that errors name the argument and its shape. They are raised before any launch, without a collective."""
     case = Sharded(6, heads=4, kv_heads=2, batch=2)
     q, k, v = (case.own[name] for name in NAMES)
-    not_here = dict(config=AgAttentionConfig(method="cudnn")), ValueError, "method 'cudnn': cuDNN runs on NVIDIA GPUs"
+    unsupported = (
+        dict(config=AgAttentionConfig(method="cudnn")), ValueError, "method 'cudnn': cuDNN runs on NVIDIA GPUs"
+    )
     if device().type == "cuda":
-        not_here = dict(not_here[0], v=v.repeat(1, 1, 1, 16)), ValueError, "heads of at most 128 elements, not q .*256"
-    for changes, kind, words in (
+        unsupported = (
+            dict(unsupported[0], v=v.repeat(1, 1, 1, 16)), ValueError, "heads of at most 128 elements, not q .*256"
+        )
+    for changes, error, message in (
         (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, not list"),
         (dict(v=None), TypeError, "v must be a torch.Tensor, not NoneType"),
         (dict(q=q.double()), TypeError, "q is torch.float64; bfloat16, float16 and float32"),
@@ -239,7 +243,7 @@ def refuses():
         (dict(config="best"), TypeError, "config must be an AgAttentionConfig or None, not str"),
         (dict(config=AgAttentionConfig("best")), ValueError, "config cannot run: method must be"),
         (dict(config=AgAttentionConfig(backward="torch")), ValueError, "config cannot run: backward must be one of ''"),
-        not_here,
+        unsupported,
         (dict(config=AgAttentionConfig(block_q=24)), ValueError, "block_q must be a power of two of at least 16"),
         (dict(config=AgAttentionConfig(dkv_num_warps=3)), ValueError, "dkv_num_warps must be 1, 2, 4, 8 or 16"),
         (dict(config=AgAttentionConfig(chunk_rows=24)), ValueError, "chunk_rows must be a multiple of 16, not 24"),
@@ -247,6 +251,6 @@ def refuses():
         (dict(group="world"), TypeError, "group"),
     ):
         good = dict(q=q, k=k, v=v)
-        check_refusal("ag_attention", lambda **call: tdkernels.ag_attention(**call), good, changes, kind, words)
+        check_rejection("ag_attention", lambda **call: tdkernels.ag_attention(**call), good, changes, error, message)
     with torch.no_grad():
         case.check({"o": case.call()[0]})

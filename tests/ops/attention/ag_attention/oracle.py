@@ -1,9 +1,9 @@
-"""Attention over a sequence that is sharded between the ranks, and what comes of it, from the whole sequence.
+"""Reference for attention over a sequence that is sharded across ranks: attention over the whole sequence.
 
-    case = Sharded(37, heads=4, kv_heads=2, d=24, dv=40, sharding="zigzag")   # positions of each rank
+    case = Sharded(37, heads=4, kv_heads=2, d=24, dv=40, sharding="zigzag")   # 37 positions per rank
     case.check(case.run())                                                    # forward and every gradient, by name
 
-Every rank makes the same operands of all ranks from the seed and keeps its own part of them.
+Every rank draws the operands of all ranks from the seed and keeps its own shard.
 """
 
 import torch
@@ -18,23 +18,26 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("q", "k", "v")
 
 
-def many(spec):
-    """The spec; on GPUs, which are asked much, so large that its error is a statistic and not plain torch's luck."""
+def enlarge(spec):
+    """Return the spec, on GPUs with a larger batch, so that its error is statistically stable.
+
+    With few numbers, plain torch, which sets the tolerance, may be exact by chance.
+    """
     return dict(spec, batch=7 * spec.get("batch", 1)) if EVERYTHING else spec
 
 
 def positions(rows, ranks, sharding):
-    """Which positions of the sequence each rank has, [W, S / W]."""
+    """Return the positions of the sequence on each rank, [W, S / W]."""
     every = torch.arange(ranks * rows)
     if sharding == "contiguous":
         return every.view(ranks, rows)
     first = (rows + 1) // 2
-    pieces = every.split([first] * ranks + [rows - first] * ranks)
-    return torch.stack([torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]]) for rank in range(ranks)])
+    chunks = every.split([first] * ranks + [rows - first] * ranks)
+    return torch.stack([torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)])
 
 
 def attention(q, k, v, causal, scale):
-    """(o, lse) of a whole sequence, in the dtype of q, by plain torch."""
+    """Compute (o, lse) of a whole sequence in plain torch, in the dtype of q."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
@@ -47,12 +50,14 @@ def attention(q, k, v, causal, scale):
 
 
 class Sharded:
-    """All ranks' sequence, and this rank's part of it.
+    """The whole sequence and this rank's shard of it.
 
-    Args:     rows: S / W; heads, kv_heads, d, dv: Hq, Hkv, D, Dv; lse: whether it has a gradient too
-              group: None for the world
+    ``own`` holds this rank's operands by name, on its device; ``do`` and ``dlse`` are the output gradients.
 
-    ``own`` has this rank's operands by name, on its device; ``do, dlse`` the gradients that come in.
+    Args:
+        rows: S / W. heads, kv_heads, d, dv are Hq, Hkv, D, Dv.
+        lse: whether lse has a gradient, too.
+        group: None for the world.
     """
 
     def __init__(
@@ -79,19 +84,19 @@ class Sharded:
         self._expected = {}
 
     def part(self, whole, rank=None):
-        """A rank's part of anything [B, S, ·, …]; by default this rank's."""
+        """Return the shard of a tensor [B, S, ...] on a rank, by default this rank."""
         return whole[:, self.positions[self.rank if rank is None else rank]].contiguous()
 
     # ---- calls ----
 
     def call(self, function=tdkernels.ag_attention, **options):
-        """(o, lse)"""
+        """Call the operator and return (o, lse)."""
         options = {"causal": self.causal, "sharding": self.sharding, "scale": self.scale, **options}
         return function(*(self.own[name] for name in NAMES), return_lse=True, group=self.group, **options)
 
-    def run(self, wanted=NAMES, **options):
-        """Forward and backward: o, lse and the gradients of the operands that are wanted, by name."""
-        self.require(wanted)
+    def run(self, inputs=NAMES, **options):
+        """Run forward and backward; return o, lse and the gradients of the operands in ``inputs``, by name."""
+        self.require(inputs)
         o, lse = self.call(**options)
         self.backward(o, lse)
         return {"o": o.detach(), "lse": lse.detach(), **self.gradients()}
@@ -102,35 +107,35 @@ class Sharded:
         else:
             o.backward(self.do)
 
-    def require(self, wanted=NAMES):
-        """Let the named operands, and no others, want a gradient, of which they have none yet."""
-        self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
+    def require(self, inputs=NAMES):
+        """Set requires_grad for the named operands only, and clear all gradients."""
+        self.own = {name: operand.detach().requires_grad_(name in inputs) for name, operand in self.own.items()}
 
     def gradients(self):
-        """The gradients that the operands have, by name."""
+        """Return the gradients of the operands that have one, by name."""
         return {f"d{name}": operand.grad for name, operand in self.own.items() if operand.grad is not None}
 
     # ---- checks ----
 
     def check(self, results):
-        """Each of the named results of all ranks, no further from fp64 than twice what plain torch is; collective.
+        """Check that the error of each result to fp64 is at most twice the error of plain torch. Collective.
 
-        Of all ranks together: a rank may have so few numbers that plain torch has them right by luck.
+        All ranks' results are compared together: one rank may have so few numbers that plain torch is exact by chance.
         """
         tdkernels.synchronize()
         ranks = [None] * self.world_size
-        dist.all_gather_object(ranks, {name: got.cpu() for name, got in results.items()}, self.group)
-        exact, low = self.expected(torch.double), self.expected(self.dtype)
+        dist.all_gather_object(ranks, {name: result.cpu() for name, result in results.items()}, self.group)
+        exact, baseline = self.expected(torch.double), self.expected(self.dtype)
         for name in results:
-            parts = [[self.part(of[name], rank) for rank in range(self.world_size)] for of in (exact, low)]
-            for got, part in zip((of[name] for of in ranks), parts[0], strict=True):
-                assert got.shape == part.shape, f"{name} of {self.title}: {list(got.shape)}"
-            flat = [torch.cat([part.flatten() for part in of]) for of in ([of[name] for of in ranks], *parts)]
+            parts = [[self.part(item[name], rank) for rank in range(self.world_size)] for item in (exact, baseline)]
+            for result, part in zip((item[name] for item in ranks), parts[0], strict=True):
+                assert result.shape == part.shape, f"{name} of {self.title}: {list(result.shape)}"
+            flat = [torch.cat([part.flatten() for part in item]) for item in ([item[name] for item in ranks], *parts)]
             assert_close(f"{name} of {self.title}", *flat)
 
     @torch.enable_grad()
     def expected(self, dtype):
-        """o, lse and gradients of the whole sequence, on the CPU."""
+        """Return o, lse and the gradients of the whole sequence, computed on the CPU in ``dtype``."""
         if dtype not in self._expected:
             operands = [operand.to(dtype).requires_grad_() for operand in self.whole.values()]
             scale = operands[0].shape[3] ** -0.5 if self.scale is None else self.scale

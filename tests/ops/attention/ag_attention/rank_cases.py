@@ -1,6 +1,6 @@
-"""What holds between the ranks of an ag_attention, as functions that every rank runs.
+"""Test bodies for the interaction of ranks in ag_attention. Every rank runs them; see test_ag_attention.py.
 
-test_ag_attention.py asks: the same bits each time, disagreement, and peers that come late or never.
+Determinism, disagreement between ranks, and peers that are late or missing.
 """
 
 import random
@@ -18,24 +18,24 @@ from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launc
 from tdkernels.ops.attention.ag_attention import pipelined
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
-from tests.ops.attention.ag_attention.cases import BY_PARTS, CONFIGS
-from tests.ops.attention.ag_attention.oracle import FP16, FP32, NAMES, Sharded, many
+from tests.ops.attention.ag_attention.cases import CONFIGS, PIPELINED
+from tests.ops.attention.ag_attention.oracle import FP16, FP32, NAMES, Sharded, enlarge
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import a_group
 from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
-# Few kinds of calls, since a GPU compiles each.
+# Only a few kinds of calls, since a GPU compiles kernels for each.
 KINDS = [
-    (many(dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1)), "default"),
-    (many(dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2)), "small blocks"),
-    (many(dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3)), "large chunks"),
-    (many(dict(rows=19, heads=2, kv_heads=1, sharding="zigzag", seed=4)), "flash"),  # the gradient of lse is ours
+    (enlarge(dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1)), "default"),
+    (enlarge(dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2)), "small blocks"),
+    (enlarge(dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3)), "large chunks"),
+    (enlarge(dict(rows=19, heads=2, kv_heads=1, sharding="zigzag", seed=4)), "flash"),  # dlse needs the fused backward
 ]
 
 
-def repeats(kinds, calls, seed):
-    """The same bits in every call, between which ranks wait at random and all memory is filled with NaNs."""
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+def is_deterministic(kinds, calls, seed):
+    """Check that every call returns the same bits, with random delays and memory filled with NaN in between."""
+    shared_rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     cases = []
     for spec, config in kinds:
         case = Sharded(**spec)
@@ -43,25 +43,25 @@ def repeats(kinds, calls, seed):
         case.check(cases[-1][2])
     with poisoned_outputs():
         for _ in range(calls):
-            case, config, expected = of_all.choice(cases)
-            if of_all.random() < 0.4:
+            case, config, expected = shared_rng.choice(cases)
+            if shared_rng.random() < 0.4:
                 poison()
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             case.require()
             o, lse = case.call(config=config)
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             case.backward(o, lse)
-            if of_all.random() < 0.4:
-                poison()  # what we got is ours and does not change with the workspace
+            if shared_rng.random() < 0.4:
+                poison()  # outputs must not alias the workspace
             tdkernels.synchronize()
             for name, result in {"o": o.detach(), "lse": lse.detach(), **case.gradients()}.items():
                 assert torch.equal(result, expected[name]), f"{name} of {case.title}"
 
 
-def outruns_its_peers(calls, sharding, config):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
-    config, lse = CONFIGS[config], config not in BY_PARTS
-    cases = [Sharded(**many(dict(rows=20, heads=1)), sharding=sharding, lse=lse, seed=seed) for seed in range(calls)]
+def runs_ahead_of_peers(calls, sharding, config):
+    """Check back-to-back calls with fresh data while ranks run ahead of each other."""
+    config, lse = CONFIGS[config], config not in PIPELINED
+    cases = [Sharded(**enlarge(dict(rows=20, heads=1)), sharding=sharding, lse=lse, seed=seed) for seed in range(calls)]
     cases[0].run(config=config)
     for case in cases:
         case.require()
@@ -75,7 +75,7 @@ def outruns_its_peers(calls, sharding, config):
 
 def waits_for_a_slow_rank(config):
     for slow in range(dist.get_world_size()):
-        case = Sharded(**many(dict(rows=18)), sharding="zigzag", lse=config not in BY_PARTS, seed=slow)
+        case = Sharded(**enlarge(dict(rows=18)), sharding="zigzag", lse=config not in PIPELINED, seed=slow)
         case.require()
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
         o, lse = case.call(config=CONFIGS[config])
@@ -84,8 +84,8 @@ def waits_for_a_slow_rank(config):
         case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
 
 
-USUAL = dict(rows=8, heads=2, kv_heads=1)
-# What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
+BASE = dict(rows=8, heads=2, kv_heads=1)
+# name: (changes on rank 1 of three, its call options, the field named in the error, its value there, and elsewhere)
 DISAGREEMENTS = {
     "positions": (dict(rows=9), {}, "S/W", 9, 8),
     "no positions": (dict(rows=0), {}, "S/W", 0, 8),
@@ -103,45 +103,47 @@ DISAGREEMENTS = {
 }
 
 
-def disagrees(what):
-    """Everybody is told, and the group is as good as before."""
-    changes, options, field, there, elsewhere = DISAGREEMENTS[what]
+def reports_disagreement(name):
+    """Check that every rank raises an error which names the field, and that the group stays usable."""
+    changes, options, field, odd_value, usual_value = DISAGREEMENTS[name]
     odd = dist.get_rank() == 1
     with a_group() as group:
-        usual = Sharded(**USUAL, group=group)
-        case = Sharded(**USUAL | (changes if odd else {}), group=group)
+        usual = Sharded(**BASE, group=group)
+        case = Sharded(**BASE | (changes if odd else {}), group=group)
         error = failure_of(case.call, **(options if odd else {}))
         assert type(error) is ValueError, repr(error)
-        for words in ("ag_attention: the ranks disagree", f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}"):
-            assert words in str(error), f"{words} in {error}"
+        for text in (
+            "ag_attention: the ranks disagree", f"{field} is ", f"{usual_value}", "on ranks 0, 2", f"{odd_value}"
+        ):
+            assert text in str(error), f"{text} in {error}"
         assert "on rank 1" in str(error), str(error)
         with torch.no_grad():
             usual.check({"o": usual.call()[0]})
         del group, case, usual
 
 
-# Another way to call than the usual one, which rank 1 takes; both are known.
-KNOWN = {"positions": dict(rows=12), "sharding": dict(sharding="zigzag"), "mask": dict(causal=False)}
+# Changes of rank 1's call to one that is also cached.
+CACHED = {"positions": dict(rows=12), "sharding": dict(sharding="zigzag"), "mask": dict(causal=False)}
 
 
-def is_not_fooled_by_a_known_plan(what):
-    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
+def detects_mismatch_of_cached_plans(name):
+    """Check that different cached calls fail. No consensus check runs for them; only the signals can detect it."""
     with a_group() as group:
-        ways = [Sharded(**USUAL, group=group), Sharded(**USUAL | KNOWN[what], group=group)]
-        for case in ways * 2:
+        cases = [Sharded(**BASE, group=group), Sharded(**BASE | CACHED[name], group=group)]
+        for case in cases * 2:
             case.check({"o": case.call()[0]})
         dist.barrier()
-        case = ways[dist.get_rank() == 1]
+        case = cases[dist.get_rank() == 1]
         with timeout(1.0):
             error = failure_of(case.call)
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
-        again = failure_of(case.call)
-        assert again is not None
-        del group, case, ways
+        second_error = failure_of(case.call)
+        assert second_error is not None
+        del group, case, cases
 
 
-# What rank 1 does not come to, whether backward, and in which config.
-LOST = {
+# name: (module, function at which rank 1 leaves, whether in the backward, config)
+MISSED = {
     "keys": (ag_attention_launch, "launch", False, "default"),
     "queries": (ag_attention_launch_dq, "launch_dkv", True, "default"),
     "keys by parts": (pipelined, "forward", False, "flash"),
@@ -149,13 +151,13 @@ LOST = {
 }
 
 
-def loses_rank_1(leave, when, timeout_s):
-    """Rank 1 is gone before its keys, or its queries, are sent; the others say so, now and whenever asked again.
+def loses_rank_1(leave, step, timeout_s):
+    """Check that the other ranks raise, in this and all later calls, if rank 1 exits before it sends keys or queries.
 
-    Causal, rank 0 needs no key of rank 1, and no rank needs rank 0's queries but those before it: it has to say so yet.
+    They must raise even if a causal mask makes rank 1's data unnecessary: rank 0 needs no key of rank 1.
     """
-    module, name, backward, config = LOST[when]
-    case, config = Sharded(**USUAL, lse=config not in BY_PARTS), CONFIGS[config]
+    module, name, backward, config = MISSED[step]
+    case, config = Sharded(**BASE, lse=config not in PIPELINED), CONFIGS[config]
     case.check(case.run(config=config))
     case.require(NAMES if backward else ())
     o = case.call(config=config)[0] if backward else None
@@ -179,16 +181,16 @@ def loses_rank_1(leave, when, timeout_s):
     raise error
 
 
-def announces_no_sums_of_what_has_not_come(timeout_s):
-    """Rank 1's keys never come; what rank 0 makes of what is in their place is no result for rank 1. GPUs only."""
-    case = Sharded(**many(dict(rows=64, causal=False)), lse=False)
+def sends_no_gradients_after_timeout(timeout_s):
+    """Check that rank 0, which misses rank 1's keys, does not send gradients computed from stale ones. GPUs only."""
+    case = Sharded(**enlarge(dict(rows=64, causal=False)), lse=False)
     config = CONFIGS["flash"]
     case.check(case.run(config=config))
     case.require()
     o, _ = case.call(config=config)
     tdkernels.synchronize()
     dist.barrier()
-    # Rank 1 has the patience to see what rank 0 announces after its own wait has ended.
+    # Rank 1 waits longer, so it would see a signal that rank 0 sends after its own timeout.
     sends_none = mock.patch.object(AsyncAllGather, "copy") if dist.get_rank() == 1 else nullcontext()
     with timeout(timeout_s * (1 + 2 * dist.get_rank())), sends_none:
         error = failure_of(o.backward, case.do)

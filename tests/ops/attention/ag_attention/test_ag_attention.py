@@ -1,4 +1,4 @@
-"""ag_attention against the attention of the whole sequence, and what holds between its ranks."""
+"""ag_attention against attention over the whole sequence, and the interaction of its ranks."""
 
 from types import SimpleNamespace
 
@@ -11,15 +11,14 @@ from tdkernels.ops.attention.ag_attention import config as ag_attention_config
 from tdkernels.ops.attention.ag_attention import vendor_attention
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.runtime import gpu
-from tests.ops.attention.ag_attention import cases as asked
-from tests.ops.attention.ag_attention import rank_cases as ranks_asked
-from tests.ops.attention.ag_attention.oracle import BF16, FP16, FP32, many
+from tests.ops.attention.ag_attention import cases, rank_cases
+from tests.ops.attention.ag_attention.oracle import BF16, FP16, FP32, enlarge
 from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
 
-# Positions of a rank, heads, head dimensions; bf16 if nothing else is said.
+# Positions per rank, heads, head dimensions; bf16 by default.
 SPECS = {
     "grouped": dict(rows=40, heads=4, kv_heads=2, d=16, dv=16),
     "odd, zigzag": dict(rows=37, batch=2, heads=2, kv_heads=1, d=24, dv=40, sharding="zigzag", seed=1),
@@ -27,7 +26,7 @@ SPECS = {
     "fp32": dict(rows=35, batch=2, heads=2, kv_heads=2, d=32, dv=16, dtype=FP32, scale=0.3, seed=3),
     "not causal": dict(rows=33, batch=2, heads=2, kv_heads=2, d=20, dv=16, dtype=FP16, causal=False, seed=4),
     "not causal, zigzag": dict(rows=20, heads=3, kv_heads=1, causal=False, sharding="zigzag", lse=False, seed=5),
-    # Of o alone the gradient of a query with one key is a difference of equal numbers, of which nothing need be left.
+    # With one key, the gradient of q from o is a difference of equal numbers; these specs also use the one from lse.
     "one position": dict(rows=1, batch=2, heads=2, kv_heads=1, seed=6),
     "one position, zigzag": dict(rows=1, batch=3, heads=2, kv_heads=1, dtype=FP16, sharding="zigzag", seed=7),
     "wide": dict(rows=18, heads=1, kv_heads=1, d=144, dv=200, seed=8),
@@ -43,7 +42,7 @@ LARGE = {
     "narrow values, zigzag": dict(rows=301, heads=4, kv_heads=2, d=128, dv=24, sharding="zigzag", seed=17),
 }
 
-# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+# The interpreter is slow, so CPU ranks run a selection.
 ON_CPU = {
     (1, "default"): ["odd, zigzag", "not causal", "one position, zigzag", "nothing"],
     (2, "default"): ["grouped", "fp32, zigzag", "wide", "nothing"],
@@ -65,88 +64,90 @@ GRADIENTS_ON_CPU = {
 
 
 @pytest.mark.parametrize("world_size, config, spec", [
-    (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in asked.CONFIGS for spec in SPECS
+    (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in cases.CONFIGS for spec in SPECS
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
 ])
 def test_everything(world_size, config, spec):
     if ON_GPU and config == "torch" and SPECS[spec].get("dtype") == FP32:
-        pytest.skip("torch attends in fp32 there by kernels of its own, which are less exact than its products")
-    if ON_GPU and config in asked.BY_PARTS and not by_parts(SPECS[spec], config):
-        pytest.skip("not of such heads")
-    on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
+        pytest.skip("torch's fp32 attention kernels on GPUs are less exact than its GEMMs")
+    if ON_GPU and config in cases.PIPELINED and not is_supported(SPECS[spec], config):
+        pytest.skip("the kernel does not support these heads")
+    on_ranks(world_size, cases.computes, enlarge(SPECS[spec]), config)
 
 
-def by_parts(spec, kernel):
-    """Whether a kernel of torch's takes such heads."""
+def is_supported(spec, kernel):
+    """Return whether the given torch kernel supports the dtype and head dimensions."""
     return spec.get("dtype") != FP32 and max(spec.get("d", 16), spec.get("dv", 16)) <= KERNELS[kernel].widest
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", [*SPECS, *LARGE])
-@pytest.mark.parametrize("kernel", asked.BY_PARTS)
-def test_gradients_by_parts(world_size, spec, kernel):
+@pytest.mark.parametrize("kernel", cases.PIPELINED)
+def test_pipelined_gradients(world_size, spec, kernel):
     if not ON_GPU and (kernel == "cudnn" or spec not in GRADIENTS_ON_CPU.get(world_size, ())):
-        pytest.skip("CPU ranks have another one, and are not asked everything")
-    asked_for = {name: value for name, value in {**SPECS, **LARGE}[spec].items() if name != "lse"}
-    if spec == "nothing" or "one position" in spec or ON_GPU and not by_parts(asked_for, kernel):
-        pytest.skip("not of such heads, or nothing but differences of equal numbers")
-    on_ranks(world_size, asked.goes_backward_by_parts, many(asked_for) if spec in SPECS else asked_for, kernel, kernel)
+        pytest.skip("CPU ranks have no cuDNN, and run a selection")
+    options = {name: value for name, value in {**SPECS, **LARGE}[spec].items() if name != "lse"}
+    if spec == "nothing" or "one position" in spec or ON_GPU and not is_supported(options, kernel):
+        pytest.skip("unsupported heads, or gradients that are differences of equal numbers")
+    on_ranks(
+        world_size, cases.computes_pipelined_gradients, enlarge(options) if spec in SPECS else options, kernel, kernel
+    )
 
 
 @pytest.mark.parametrize("config, method", [("default", "flash"), ("flash", "fused")])
 def test_forward_and_backward_by_different_kernels(config, method):
     spec = SPECS["odd, zigzag"]
-    on_ranks(2, asked.goes_backward_by_parts, many(spec), method, config)
+    on_ranks(2, cases.computes_pipelined_gradients, enlarge(spec), method, config)
 
 
 @needs_gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("spec", LARGE)
 def test_many_tiles(world_size, spec):
-    on_ranks(world_size, asked.computes, LARGE[spec], "default")
+    on_ranks(world_size, cases.computes, LARGE[spec], "default")
 
 
 @pytest.mark.parametrize("spec", ["grouped", "odd, zigzag", "not causal"])
-def test_specification(spec):
-    on_ranks(2, asked.specifies, SPECS[spec])
+def test_reference(spec):
+    on_ranks(2, cases.matches_reference, SPECS[spec])
 
 
-@pytest.mark.parametrize("what", asked.AUTOGRAD, ids=lambda f: f.__name__)
-def test_autograd(what):
-    on_ranks(2, what)
+@pytest.mark.parametrize("check", cases.AUTOGRAD, ids=lambda f: f.__name__)
+def test_autograd(check):
+    on_ranks(2, check)
 
 
 @pytest.mark.parametrize("config", ["default", "flash"])
 def test_subgroup(config):
-    on_ranks(3, asked.computes_in_a_subgroup, config)
+    on_ranks(3, cases.computes_in_a_subgroup, config)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 5)])
-def test_the_same_bits(world_size, calls):
-    on_ranks(world_size, ranks_asked.repeats, ranks_asked.KINDS, calls, seed=world_size)
+def test_determinism(world_size, calls):
+    on_ranks(world_size, rank_cases.is_deterministic, rank_cases.KINDS, calls, seed=world_size)
 
 
 @needs_gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("spec", LARGE)
-def test_the_same_bits_of_many_tiles(world_size, spec):
-    on_ranks(world_size, ranks_asked.repeats, [(LARGE[spec], "default")], 20, seed=world_size)
+def test_determinism_with_many_tiles(world_size, spec):
+    on_ranks(world_size, rank_cases.is_deterministic, [(LARGE[spec], "default")], 20, seed=world_size)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60)] if ON_GPU else [(3, 3)])
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"] if ON_GPU else ["contiguous"])
 @pytest.mark.parametrize("config", ["small blocks", "flash"])
-def test_no_rank_overtakes_its_peers_data(world_size, calls, sharding, config):
-    on_ranks(world_size, ranks_asked.outruns_its_peers, calls, sharding, config)
+def test_ranks_running_ahead(world_size, calls, sharding, config):
+    on_ranks(world_size, rank_cases.runs_ahead_of_peers, calls, sharding, config)
 
 
 @pytest.mark.parametrize("config", ["default", "flash"])
 def test_slow_rank(config):
-    on_ranks(2, ranks_asked.waits_for_a_slow_rank, config)
+    on_ranks(2, rank_cases.waits_for_a_slow_rank, config)
 
 
-def test_configs_of_torchs_kernels_are_looked_at_when_compiled(monkeypatch):
-    """For a GPU, as fullgraph compiles a call; what torch brings is no question that torch.compile can ask."""
+def test_config_validation_compiles_with_fullgraph(monkeypatch):
+    """``illegal`` can be traced with fullgraph for a GPU: the checks for torch's kernels are not traced."""
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(vendor_attention, "_HAS_CUDNN", True)
@@ -154,34 +155,34 @@ def test_configs_of_torchs_kernels_are_looked_at_when_compiled(monkeypatch):
     for name in KERNELS:
         config = AgAttentionConfig(method=name, backward=name)
 
-        def looked_at(x, config=config):
+        def validate(x, config=config):
             assert config.illegal(torch.device("cuda", 0), BF16) is None
             return x + 1
 
         torch._dynamo.reset()
-        assert torch.compile(looked_at, backend="eager", fullgraph=True)(torch.zeros(1)).item() == 1.0
+        assert torch.compile(validate, backend="eager", fullgraph=True)(torch.zeros(1)).item() == 1.0
 
 
 @needs_gpu
-def test_no_sums_of_what_has_not_come_are_announced():
+def test_no_gradients_are_sent_after_timeout():
     with fresh_ranks(2) as pool:
-        pool.run(ranks_asked.announces_no_sums_of_what_has_not_come, 1.0)
+        pool.run(rank_cases.sends_no_gradients_after_timeout, 1.0)
 
 
-@pytest.mark.parametrize("what", ranks_asked.DISAGREEMENTS)
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, ranks_asked.disagrees, what)
+@pytest.mark.parametrize("name", rank_cases.DISAGREEMENTS)
+def test_disagreement_raises_on_every_rank(name):
+    on_ranks(3, rank_cases.reports_disagreement, name)
 
 
-@pytest.mark.parametrize("what", ranks_asked.KNOWN)
-def test_known_but_different_calls_never_give_a_result(what):
-    on_ranks(2, ranks_asked.is_not_fooled_by_a_known_plan, what)
+@pytest.mark.parametrize("name", rank_cases.CACHED)
+def test_mismatch_of_cached_plans_is_detected(name):
+    on_ranks(2, rank_cases.detects_mismatch_of_cached_plans, name)
 
 
-@pytest.mark.parametrize("when", ranks_asked.LOST)
-def test_killed_rank(when):
+@pytest.mark.parametrize("step", rank_cases.MISSED)
+def test_killed_rank(step):
     with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
-        pool.run(ranks_asked.loses_rank_1, dies, when, 0.7)
+        pool.run(rank_cases.loses_rank_1, dies, step, 0.7)
     exceptions = caught.value.exceptions
     assert isinstance(exceptions[1], ChildProcessError)
     error = exceptions[0]
@@ -192,10 +193,10 @@ def test_killed_rank(when):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input(world_size):
-    on_ranks(world_size, asked.refuses)
+    on_ranks(world_size, cases.rejects_invalid_arguments)
 
 
-# Rows of a shard, elements of a head, dtype, capability, what is open; whose kernels are taken forwards and backwards.
+# Rows of a shard, head dimension, dtype, capability, given config; the expected forward and backward methods.
 DEFAULTS = {
     "long": (1 << 15, 128, BF16, (9, 0), None, "cudnn", "cudnn"),
     "short": (64, 128, BF16, (9, 0), None, "fused", "fused"),
@@ -211,16 +212,16 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("what", DEFAULTS)
-def test_whose_kernels(what, deterministic, monkeypatch):
-    """On a GPU with torch's kernels; the gradients that cuDNN makes are not the same bits each time."""
-    rows, width, dtype, capability, given, forward, backward = DEFAULTS[what]
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_default_methods(name, deterministic, monkeypatch):
+    """Default methods on a GPU. cuDNN's gradients are not deterministic."""
+    rows, width, dtype, capability, given, forward, backward = DEFAULTS[name]
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     missing = "fp32" if dtype == FP32 else None
     monkeypatch.setattr(ag_attention_config, "why_not", lambda name, device, dtype: missing)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    of = rows, width, dtype, SimpleNamespace(type="cuda")
-    chosen = given == "chosen"
-    config = ag_attention_config.completed(AgAttentionConfig() if chosen else given, *of, chosen=chosen)
-    expected = "fused" if deterministic and what != "given" else backward
+    problem = rows, width, dtype, SimpleNamespace(type="cuda")
+    selected = given == "chosen"
+    config = ag_attention_config.completed(AgAttentionConfig() if selected else given, *problem, chosen=selected)
+    expected = "fused" if deterministic and name != "given" else backward
     assert (config.method, config.backward) == (forward, expected)

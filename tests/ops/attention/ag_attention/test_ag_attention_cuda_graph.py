@@ -1,4 +1,4 @@
-"""ag_attention in a CUDA graph: captured once, replayed with new data, between eager calls."""
+"""ag_attention in a CUDA graph: captured once, replayed with new data between eager calls."""
 
 import functools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tdkernels import AgAttentionConfig
-from tests.ops.attention.ag_attention.oracle import FP16, NAMES, Sharded, many
+from tests.ops.attention.ag_attention.oracle import FP16, NAMES, Sharded, enlarge
 from tests.ops.experts.tp_moe.test_tp_moe_cuda_graph import captured
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 
@@ -27,7 +27,7 @@ def forward(case, config=None):
 
 
 def refill(static, fresh):
-    """Put the operands of one case where a graph reads those of another."""
+    """Copy the operands of ``fresh`` into the tensors that the graph of ``static`` reads."""
     with torch.no_grad():
         for name in NAMES:
             static.own[name].copy_(fresh.own[name])
@@ -51,14 +51,14 @@ def replays_with_new_data(backward, method):
             graph.replay()
             fresh.check(results)
             seed += 1
-        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        # Eager calls between replays must not desynchronize the epochs of graph and workspace.
         eager = Sharded(**spec, seed=seed)
         eager.check(eager.run(config=config))
-        other = Sharded(**many(dict(rows=33, d=32)), dtype=FP16, seed=seed)
+        other = Sharded(**enlarge(dict(rows=33, d=32)), dtype=FP16, seed=seed)
         other.check(other.run())
 
 
-def refuses_to_capture_a_first_call():
+def rejects_capture_of_first_call():
     with a_group() as group:
         case = Sharded(**SPEC, group=group)
         torch.cuda.synchronize()
@@ -70,8 +70,8 @@ def refuses_to_capture_a_first_call():
         del group, case
 
 
-def is_launched_without_waiting(method):
-    """All of a step is in the queue while the GPU is still busy with what came before."""
+def does_not_block_host(method):
+    """Check that the host enqueues a whole step while the GPU is still busy with earlier work."""
     case, config = Sharded(**SPEC, lse=method == "fused"), AgAttentionConfig(method=method)
     case.require()
     step(case, config)
@@ -80,7 +80,7 @@ def is_launched_without_waiting(method):
     busy = torch.cuda.Event()
     busy.record()
     results = step(case, config)
-    assert not busy.query(), "the host has waited for the GPU"
+    assert not busy.query(), "the host waited for the GPU"
     case.check(results)
 
 
@@ -95,11 +95,11 @@ def test_replay(world_size, backward, method):
     on_ranks(world_size, replays_with_new_data, backward, method)
 
 
-def test_what_cannot_be_captured():
-    on_ranks(2, refuses_to_capture_a_first_call)
+def test_first_call_cannot_be_captured():
+    on_ranks(2, rejects_capture_of_first_call)
 
 
 @each_world_size
 @each_method
-def test_the_host_never_waits(world_size, method):
-    on_ranks(world_size, is_launched_without_waiting, method)
+def test_host_does_not_block(world_size, method):
+    on_ranks(world_size, does_not_block_host, method)

@@ -1,4 +1,4 @@
-"""What flash_decode is asked to compute, as functions that every rank runs. test_flash_decode.py asks."""
+"""Test bodies for flash_decode. Every rank runs them; see test_flash_decode.py."""
 
 from unittest import mock
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tdkernels
-from tests.ops.attention.flash_decode.oracle import CACHES, FP8, FP32, OPERANDS, Decode, attention, many
+from tests.ops.attention.flash_decode.oracle import CACHES, FP8, FP32, OPERANDS, Decode, attention, enlarge
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import a_group, device
 
-# Fields of a FlashDecodeConfig; None: a call as it comes.
+# Fields of a FlashDecodeConfig, or None for a call without a config.
 CONFIGS = {
     "default": None,
     "small blocks": dict(block_n=16, num_warps=2, num_stages=1, num_programs=3),
@@ -20,23 +20,23 @@ CONFIGS = {
     "many programs": dict(block_n=16, num_warps=4, num_stages=1, num_programs=225),
     "torch": dict(method="torch"),
 }
-SMALL = many(dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7))
+SMALL = enlarge(dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7))
 
 
 def config_of(name):
     return None if CONFIGS[name] is None else tdkernels.FlashDecodeConfig(**CONFIGS[name])
 
 
-# ---- what it computes ----
+# ---- results ----
 
 
 def computes(spec, config):
-    """Forward, log-sum-exp and every gradient; o alone has the same bits, and the specification's are right, too."""
+    """Check o, lse and every gradient, that o has the same bits without lse, and the reference in plain torch."""
     case = Decode(**spec)
-    wanted = () if spec.get("scales") else OPERANDS
+    inputs = () if spec.get("scales") else OPERANDS
     with poisoned_outputs():
-        results = case.run(wanted, config=config_of(config))
-    gradients = [f"d{name}" for name in wanted if not (case.latent and name == "v_cache")]
+        results = case.run(inputs, config=config_of(config))
+    gradients = [f"d{name}" for name in inputs if not (case.latent and name == "v_cache")]
     assert {*results} == {"o", "lse", *gradients}
     case.check(results)
     with torch.no_grad():
@@ -45,8 +45,8 @@ def computes(spec, config):
         case.check({"o": o, "lse": lse})
 
 
-def attends_as_torch_does():
-    """The reference that all of this stands on, of what torch's own attention can do."""
+def oracle_matches_torch():
+    """Check the oracle against torch's attention and, for soft caps, against a direct formula."""
     generator, shapes = torch.Generator().manual_seed(0), ((3, 4, 8), (7, 2, 8), (7, 2, 5))
     q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.double) for shape in shapes)
     for window in (None, 1, 3):
@@ -64,8 +64,8 @@ def attends_as_torch_does():
             torch.testing.assert_close(o, (scores - lse).exp() @ v[: 5 + token, head // 2])
 
 
-def takes_new_lens(specs):
-    """The same tensors call after call, in which lengths, keys and pages change."""
+def supports_changing_lens(specs):
+    """Check repeated calls with the same tensors if lengths, keys and pages change in them."""
     static = Decode(**specs[0])
     for spec in specs:
         fresh = Decode(**spec)
@@ -75,7 +75,7 @@ def takes_new_lens(specs):
 
 
 def refill(static, fresh):
-    """Put the operands of one case where those of another are."""
+    """Copy the operands of ``fresh`` into the tensors of ``static``."""
     with torch.no_grad():
         for name in (*OPERANDS, "lens", "do", "dlse"):
             getattr(static, name).copy_(getattr(fresh, name))
@@ -86,17 +86,17 @@ def refill(static, fresh):
 # ---- autograd ----
 
 
-def computes_what_is_wanted():
-    """Any one gradient alone."""
+def computes_single_gradients():
+    """Check each gradient alone."""
     case = Decode(**SMALL, tokens=2, seed=5)
     for name in OPERANDS:
-        results = case.run(wanted=(name,))
+        results = case.run(inputs=(name,))
         assert {*results} == {"o", "lse", f"d{name}"}
         case.check(results)
 
 
-def takes_a_gradient_of_one_output():
-    """Of o alone, with and without the other output, and of the log-sum-exp alone."""
+def computes_gradients_of_one_output():
+    """Check gradients of o alone, with and without return_lse, and of lse alone."""
     case = Decode(**SMALL, seed=6)
     dlse, case.dlse = case.dlse, torch.zeros_like(case.dlse)
     for return_lse in (False, True):
@@ -113,7 +113,7 @@ def takes_a_gradient_of_one_output():
     case.check(gradients)
 
 
-def keeps_nothing_without_grad():
+def saves_nothing_without_grad():
     case = Decode(**SMALL, seed=7)
     case.require()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -123,7 +123,7 @@ def keeps_nothing_without_grad():
         case.check({"o": o})
 
 
-def goes_backward_twice():
+def repeats_backward():
     case = Decode(**SMALL, seed=8)
     case.require()
     outputs = case.call(return_lse=True)
@@ -132,17 +132,17 @@ def goes_backward_twice():
     case.check({name: gradient / 2 for name, gradient in case.gradients().items()})
 
 
-def takes_an_expanded_gradient():
-    """What ``o.sum().backward()`` passes down has strides of zero."""
+def supports_expanded_gradients():
+    """Check output gradients with strides of zero, as from ``o.sum().backward()``."""
     case = Decode(**SMALL, dtype=FP32, seed=9)
     case.do, case.dlse = torch.ones_like(case.do), torch.ones_like(case.dlse)
     expected = case.run()
-    case.do, case.dlse = (torch.ones((), device=device()).expand(of.shape) for of in (case.do, case.dlse))
+    case.do, case.dlse = (torch.ones((), device=device()).expand(gradient.shape) for gradient in (case.do, case.dlse))
     for name, result in case.run().items():
         assert torch.equal(result, expected[name]), name
 
 
-def refuses_second_derivatives():
+def rejects_second_derivatives():
     case = Decode(**SMALL, dtype=FP32, seed=10)
     case.require()
     for config in ("default", "torch"):
@@ -151,7 +151,7 @@ def refuses_second_derivatives():
             torch.autograd.grad(o, case.q, case.do, create_graph=True)
 
 
-def refuses_gradients_of_fp8():
+def rejects_fp8_gradients():
     case = Decode(**SMALL, scales="tensor", seed=11)
     case.q.requires_grad_()
     with pytest.raises((TypeError, ValueError), match="float8_e4m3fn"):
@@ -160,33 +160,33 @@ def refuses_gradients_of_fp8():
         case.check({"o": case.call()})
 
 
-def is_compiled():
-    """torch.compile traces through it, or runs between what it makes of the rest; the results are the same."""
+def supports_compile():
+    """Check a call under torch.compile, traced or behind a graph break."""
     torch._dynamo.reset()
     case = Decode(**SMALL, seed=12)
     case.require()
 
-    def between(q, k_cache, v_cache, lens):
+    def function(q, k_cache, v_cache, lens):
         o, lse = tdkernels.flash_decode(q * 1.0, k_cache, v_cache, lens, return_lse=True)
         return o * 1.0, lse * 1.0
 
     backend = "inductor" if device().type == "cuda" else "aot_eager"
-    o, lse = torch.compile(between, backend=backend)(*case.operands())
+    o, lse = torch.compile(function, backend=backend)(*case.operands())
     torch.autograd.backward([o, lse], [case.do, case.dlse])
     case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
 
 
 AUTOGRAD = [
-    computes_what_is_wanted, takes_a_gradient_of_one_output, keeps_nothing_without_grad, goes_backward_twice,
-    takes_an_expanded_gradient, refuses_second_derivatives, refuses_gradients_of_fp8, is_compiled,
+    computes_single_gradients, computes_gradients_of_one_output, saves_nothing_without_grad, repeats_backward,
+    supports_expanded_gradients, rejects_second_derivatives, rejects_fp8_gradients, supports_compile,
 ]
 
 
-# ---- operands as they may lie ----
+# ---- memory layouts ----
 
 
-def takes_any_layout():
-    """Heads before keys, keys beside values, channels of a wider tensor, q by columns: the bits of plain ones."""
+def supports_any_layout():
+    """Check that strided operands give the same bits as contiguous ones."""
     for spec in (dict(SMALL, tokens=2), dict(SMALL, page=4)):
         case = Decode(**spec, seed=13)
         expected = case.run()
@@ -208,7 +208,7 @@ def takes_any_layout():
                 assert torch.equal(result, expected[name]), f"{name}, {title}"
 
 
-def has_no_sequences():
+def supports_empty_batch():
     for tokens in (None, 2):
         whole = Decode(**SMALL, tokens=tokens, dtype=FP32)
         q, k_cache, v_cache = (getattr(whole, name)[:0].detach().requires_grad_() for name in OPERANDS)
@@ -222,7 +222,7 @@ def has_no_sequences():
 
 
 def computes_in_a_subgroup():
-    """Of the last two ranks; the first does something else."""
+    """Check a subgroup of the last two ranks; the first rank does not take part."""
     with a_group([1, 2]) as group:
         if dist.get_rank() == 0:
             return
@@ -231,8 +231,8 @@ def computes_in_a_subgroup():
         del group, case
 
 
-def computes_alone():
-    """Each rank in a group of its own, with other operands and at its own time."""
+def computes_in_groups_of_one():
+    """Check groups of one rank each, with different operands and numbers of calls."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     own = groups[dist.get_rank()]
     for call in range(1 + 2 * dist.get_rank()):
@@ -245,11 +245,11 @@ def computes_alone():
             dist.destroy_process_group(group)
 
 
-# ---- what cannot be ----
+# ---- validation errors ----
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself; then everything is as before."""
+def rejects_invalid_arguments():
+    """Check validation errors. They are raised before any launch, so later calls work."""
     case = Decode(3, 4, 2, 16, 9)
     q, k, v, lens = case.operands()
     paged = Decode(3, 4, 2, 16, 9, page=4)
@@ -302,20 +302,20 @@ def refuses():
     case.check({"o": case.call()})
 
 
-# Of 64 bits: pages before and behind the cache, some that would be in it if they were cut to 32 bits, and some whose
-# offset in bytes is beyond 64 bits.
-WRONG_PAGES = [-1, None, 10**9, 1 << 32, -(1 << 32) + 1, 1 << 62, -(1 << 62)]  # None: the first behind the cache
+# 64-bit page numbers: before and behind the cache, inside it if truncated to 32 bits, and some whose byte offset
+# exceeds 64 bits.
+WRONG_PAGES = [-1, None, 10**9, 1 << 32, -(1 << 32) + 1, 1 << 62, -(1 << 62)]  # None: the first page behind the cache
 
 
 def masks_pages_outside_the_cache(config):
-    """Half of all pages are outside the cache, on every rank; what lies beside the cache in memory is NaN."""
+    """Check that keys of pages outside the cache are masked. Half of all pages are; memory around the cache is NaN."""
     for spec in (
         dict(batch=4, heads=4, kv_heads=2, dim=16, keys=24, page=4, dtype=FP32),
         dict(batch=3, heads=4, kv_heads=2, dim=16, keys=40, page=4, tokens=3, window=37, dtype=FP32),
         dict(batch=2, heads=4, kv_heads=1, dim=24, value_dim=16, keys=12, page=4, tokens=2, latent=True),
         dict(batch=2, heads=4, kv_heads=2, dim=32, keys=12, page=4, lens="full", scales="head"),
     ):
-        case = Decode(**many(spec), seed=21)
+        case = Decode(**enlarge(spec), seed=21)
         wrong, case.masked = _wrong_pages(case)
         blocks = case.k_cache.shape[0]
         table = case.options["block_table"].long()
@@ -324,58 +324,58 @@ def masks_pages_outside_the_cache(config):
             table[sequence, page] = blocks if value is None else value
         case.options["block_table"] = table
         for name in CACHES if not case.latent else CACHES[:1]:
-            setattr(case, name, _between_nans(getattr(case, name)))
+            setattr(case, name, _surround_with_nan(getattr(case, name)))
         if case.latent:
             case.v_cache = case.k_cache[..., : case.value_dim]
-        _computes_as_expected(case, config, spec)
+        _check_call(case, config, spec)
 
 
-def clamps_lengths_of_64_bits(config):
-    """Lengths that are right once they are clamped, and other lengths of 5 keys if they are cut to 32 bits first."""
+def clamps_64_bit_lengths(config):
+    """Check that 64-bit lengths are clamped to the cache. If truncated to 32 bits, they would be 5."""
     for spec in (
         dict(batch=6, heads=4, kv_heads=2, dim=16, keys=12, dtype=FP32),
         dict(batch=6, heads=4, kv_heads=2, dim=16, keys=12, page=4, tokens=3, window=9, dtype=FP32),
     ):
-        case = Decode(**many(spec), seed=22)
+        case = Decode(**enlarge(spec), seed=22)
         lens = case.all_lens[case.rank].clone()
         lens[case.all_lens[case.rank] == spec["keys"]] = (1 << 32) + 5
         lens[case.all_lens[case.rank] == 0] = -(1 << 32) + 5
-        assert case.all_lens.eq(0).any() and case.all_lens.eq(spec["keys"]).any(), "the case says little"
+        assert case.all_lens.eq(0).any() and case.all_lens.eq(spec["keys"]).any(), "no empty or no full sequence"
         case.lens = lens.to(device())
-        _computes_as_expected(case, config, spec)
+        _check_call(case, config, spec)
 
 
-def _computes_as_expected(case, config, spec):
-    wanted = () if spec.get("scales") else OPERANDS
+def _check_call(case, config, spec):
+    inputs = () if spec.get("scales") else OPERANDS
     with poisoned_outputs():
-        case.check(case.run(wanted, config=config_of(config)))
+        case.check(case.run(inputs, config=config_of(config)))
     with torch.no_grad():
         o, lse = case.call(tdkernels.flash_decode_ref, return_lse=True)
         case.check({"o": o, "lse": lse})
 
 
 def _wrong_pages(case):
-    """([W, B, pages], every other page of each rank; per sequence whether its keys of all ranks are in such pages)."""
+    """Return (mask of every other page [W, B, pages], per sequence the mask of all ranks' keys in these pages)."""
     ranks, batch, pages = case.world_size, *case.table.shape
     wrong = (torch.arange(batch)[:, None] + torch.arange(pages) + torch.arange(ranks)[:, None, None]) % 2 == 0
-    of_keys = wrong.repeat_interleave(case.page, 2)
+    wrong_keys = wrong.repeat_interleave(case.page, 2)
     masked = [
-        torch.cat([of_keys[rank, sequence, : case.all_lens[rank, sequence]] for rank in range(ranks)]).to(device())
+        torch.cat([wrong_keys[rank, sequence, : case.all_lens[rank, sequence]] for rank in range(ranks)]).to(device())
         for sequence in range(batch)
     ]
     return wrong, masked
 
 
-def _between_nans(cache):
-    """The cache, in memory that holds NaNs for two blocks before and behind it."""
+def _surround_with_nan(cache):
+    """Return a copy of the cache with two blocks of NaN before and behind it in memory."""
     whole = torch.full((cache.shape[0] + 4, *cache.shape[1:]), torch.nan, device=cache.device).to(cache.dtype)
     view = whole[2:-2]
     view.copy_(cache)
     return view
 
 
-def refuses_what_only_the_device_knows():
-    """With TDKERNELS_DEBUG each rank looks at its own lengths and pages."""
+def validates_in_debug_mode():
+    """Check that with TDKERNELS_DEBUG each rank validates its lengths and pages on the device."""
     with mock.patch.dict("os.environ", TDKERNELS_DEBUG="1"):
         for spec, name, wrong, message in (
             (SMALL, "lens", SMALL["keys"] + 1, r"kv_lens\[0\]"), (SMALL, "lens", -1, r"kv_lens\[0\]"),

@@ -1,6 +1,6 @@
-"""What flash_decode is asked in groups on several nodes, as functions that every rank runs.
+"""Test bodies for flash_decode across nodes. Every rank runs them; see test_flash_decode_multinode.py.
 
-``local`` is how many ranks a simulated node has. test_flash_decode_multinode.py asks.
+``local`` is the number of ranks per simulated node.
 """
 
 import time
@@ -12,7 +12,7 @@ import tdkernels
 from tdkernels import FlashDecodeConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.symm.group import group_state
 from tests.ops.attention.flash_decode import cases as decoding
-from tests.ops.attention.flash_decode.oracle import Decode, many
+from tests.ops.attention.flash_decode.oracle import Decode, enlarge
 from tests.support.simulated_nodes import a_group_on_nodes, reseed
 from tests.test_protocol import failure_of, poison, timeout
 
@@ -21,35 +21,35 @@ SMALLEST = dict(batch=3, heads=1, kv_heads=1, dim=16, keys=2)
 
 
 def few_programs(number):
-    """A config by which a program comes to the end of several tiles, some of which its rank owns."""
+    """Return a config with so few programs that each finishes several tiles, some of them owned by its rank."""
     return FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=number)
 
 
 def computes(spec, config, local):
-    """As on one node: forward, log-sum-exp and every gradient; on all ranks the same bits."""
+    """Check o, lse and every gradient, and that all ranks have the same bits."""
     with a_group_on_nodes(local) as group:
         assert group_state(group).topology.num_nodes == group.size() // local > 1
-        decoding.computes(dict(many(spec), group=group), config)
+        decoding.computes(dict(enlarge(spec), group=group), config)
 
 
-def takes_new_data(specs, local):
-    """Call after call with other sizes and data, on a workspace that is poisoned between."""
+def reuses_poisoned_memory(specs, local):
+    """Check calls with changing sizes and data on a workspace that is filled with NaN in between."""
     with a_group_on_nodes(local) as group:
         for turn in range(2):
             for number, spec in enumerate(specs):
                 case = Decode(**spec, seed=10 * turn + number, group=group)
                 o, lse = case.call(return_lse=True)
-                poison(group)  # what we got is ours and does not change with the workspace
+                poison(group)  # outputs must not alias the workspace
                 case.check({"o": o, "lse": lse})
         del group, case
 
 
-def is_right_on_every_network(local):
-    """Small calls with nothing between them, each on a network with an order of its own; the seeds of wrong ones."""
+def computes_in_any_network_order(local):
+    """Run back-to-back calls, each with another delivery order of the network; return the seeds of wrong results."""
     with a_group_on_nodes(local) as group:
         calls = []
-        for programs, of_case in ((1, dict(lens="ragged")), (2, dict(lens="not first", tokens=2, window=3))):
-            case = Decode(**SMALLEST, **of_case, seed=programs, group=group)
+        for programs, case_options in ((1, dict(lens="ragged")), (2, dict(lens="not first", tokens=2, window=3))):
+            case = Decode(**SMALLEST, **case_options, seed=programs, group=group)
             o, lse = case.call(return_lse=True, config=few_programs(programs))
             case.check({"o": o, "lse": lse})
             calls.append((case, programs, (o, lse)))
@@ -65,8 +65,8 @@ def is_right_on_every_network(local):
     return wrong
 
 
-def deals_tiles_differently(local, seeds):
-    """Each rank's first program ends with another tile: programs that wait for each other's tiles would hang."""
+def computes_with_different_tile_orders(local, seeds):
+    """Check ranks whose programs finish different tiles. Programs that wait for each other's tiles would hang."""
     with a_group_on_nodes(local) as group, timeout(20.0):
         for seed in seeds:
             case = Decode(6, 1, 1, 16, 70, seed=seed, group=group)
@@ -89,7 +89,7 @@ def waits_for_a_slow_rank(local):
 
 
 def misses_a_rank(local, missing, spec):
-    """The peer of whom the error of a call speaks that one rank does not come to; None there."""
+    """Skip a call on rank ``missing``; return the peer named in the error of this rank, None on ``missing``."""
     with a_group_on_nodes(local) as group:
         case = Decode(**spec, group=group)
         case.check({"o": case.call()})
@@ -108,8 +108,8 @@ def misses_a_rank(local, missing, spec):
     return error.peer
 
 
-def gives_nothing_on_that_it_has_not(local):
-    """The last rank comes after its node has given up, or with one rank a node all others."""
+def delays_last_rank(local):
+    """Let the last rank be late: after its node has timed out, or, with one rank per node, all other ranks."""
     rank, late = dist.get_rank(), dist.get_world_size() - 1
     gives_up = rank < late and (local == 1 or rank // local == late // local)
     with a_group_on_nodes(local) as group:
@@ -122,17 +122,17 @@ def gives_nothing_on_that_it_has_not(local):
             try:
                 o = case.call()
                 tdkernels.synchronize()
-                answer = "right" if torch.equal(o, expected) else "wrong"
+                outcome = "right" if torch.equal(o, expected) else "wrong"
             except PeerTimeoutError as error:
-                answer = f"missed {error.peer}"
+                outcome = f"missed {error.peer}"
                 error.__traceback__ = None
         dist.barrier()
         del group, case
-    return answer
+    return outcome
 
 
-def is_not_fooled_by_a_known_plan(local):
-    """Rank 1 makes another call than the others, which all have made before: only the signals can tell."""
+def detects_mismatch_of_cached_plans(local):
+    """Check that different cached calls fail. No consensus check runs; only signals can detect it."""
     with a_group_on_nodes(local) as group:
         usual = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6, group=group)
         cases = [Decode(**usual), Decode(**usual, tokens=2)]
@@ -146,8 +146,8 @@ def is_not_fooled_by_a_known_plan(local):
         del group, case, cases
 
 
-def refuses_other_sequences(local):
-    """Ranks that disagree hear of it before anything is launched, and the group is as good as before."""
+def reports_disagreement(local):
+    """Check that disagreeing ranks raise before any launch, and that the group stays usable."""
     with a_group_on_nodes(local) as group:
         usual = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6, group=group)
         case = Decode(**usual | ({"batch": 3} if dist.get_rank() == 1 else {}))

@@ -1,7 +1,6 @@
-"""What holds between the ranks of flash_decode, as functions that every rank runs.
+"""Test bodies for the interaction of ranks in flash_decode. Every rank runs them; see test_flash_decode_ranks.py.
 
-test_flash_decode_ranks.py asks: the same bits whenever, memory used again, disagreement, and peers that come late or
-never.
+Determinism, reuse of the workspace, disagreement between ranks, and peers that are late or missing.
 """
 
 import random
@@ -13,65 +12,65 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import FlashDecodeConfig, PeerTimeoutError, PlanMismatchError
 from tests.ops.attention.flash_decode.cases import config_of
-from tests.ops.attention.flash_decode.oracle import FP16, FP32, Decode, gives_memory_back, many
+from tests.ops.attention.flash_decode.oracle import FP16, FP32, Decode, enlarge, releases_memory
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import a_group
 from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
-# Few kinds of calls, since a GPU compiles each.
+# Only a few kinds of calls, since a GPU compiles kernels for each.
 KINDS = [
-    (many(dict(batch=3, heads=4, kv_heads=2, dim=16, keys=20, seed=1)), "default"),
-    (many(dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2)),
+    (enlarge(dict(batch=3, heads=4, kv_heads=2, dim=16, keys=20, seed=1)), "default"),
+    (enlarge(dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2)),
      "small blocks"),
-    (many(dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3)), "default"),
+    (enlarge(dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3)), "default"),
 ]
 
 
-@gives_memory_back
-def repeats(kinds, calls, seed, backward=True):
-    """The same bits in every call, between which ranks wait at random and all memory is filled with NaNs."""
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+@releases_memory
+def is_deterministic(kinds, calls, seed, backward=True):
+    """Check that every call returns the same bits, with random delays and memory filled with NaN in between."""
+    shared_rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     cases = []
     for spec, config in kinds:
         case = Decode(**spec)
-        wanted = ("q", "k_cache", "v_cache") if backward else ()
-        cases.append((case, config_of(config), wanted, case.run(wanted, config=config_of(config))))
+        inputs = ("q", "k_cache", "v_cache") if backward else ()
+        cases.append((case, config_of(config), inputs, case.run(inputs, config=config_of(config))))
         case.check(cases[-1][3])
     with poisoned_outputs():
         for _ in range(calls):
-            case, config, wanted, expected = of_all.choice(cases)
-            if of_all.random() < 0.3:
+            case, config, inputs, expected = shared_rng.choice(cases)
+            if shared_rng.random() < 0.3:
                 poison()
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
-            results = case.run(wanted, config=config)
-            if of_all.random() < 0.3:
-                poison()  # what we got is ours and does not change with the workspace
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
+            results = case.run(inputs, config=config)
+            if shared_rng.random() < 0.3:
+                poison()  # outputs must not alias the workspace
             tdkernels.synchronize()
             for name, result in results.items():
                 assert torch.equal(result, expected[name]), f"{name} of {case.title}"
 
 
-def outruns_its_peers(calls):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other.
+def runs_ahead_of_peers(calls):
+    """Check back-to-back calls with fresh data while ranks run ahead of each other.
 
-    A rank without keys, as the first is here, has nothing to wait for but its peers.
+    The first rank has no keys, so it computes nothing and runs ahead.
     """
-    spec = many(dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, lens="not first"), rows=16)
+    spec = enlarge(dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, lens="not first"), rows=16)
     cases = [Decode(**spec, seed=seed) for seed in range(calls)]
     cases[0].run()
     for case in cases:
         case.require()
     with in_any_order(seed=calls):
         outputs = [case.call(return_lse=True) for case in cases]
-        for case, of_case in zip(cases, outputs, strict=True):
-            torch.autograd.backward(of_case, [case.do, case.dlse])
+        for case, case_outputs in zip(cases, outputs, strict=True):
+            torch.autograd.backward(case_outputs, [case.do, case.dlse])
     for case, (o, lse) in zip(cases, outputs, strict=True):
         case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
 
 
 def waits_for_a_slow_rank():
     for slow in range(dist.get_world_size()):
-        case = Decode(**many(USUAL), seed=slow)
+        case = Decode(**enlarge(BASE), seed=slow)
         case.require()
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
         o = case.call()
@@ -81,20 +80,20 @@ def waits_for_a_slow_rank():
         case.check({"o": o.detach(), **case.gradients()})
 
 
-def grows():
-    """Longer and shorter, wider and narrower, in the same workspace."""
+def computes_growing_shapes():
+    """Check calls of growing and shrinking sizes in the same workspace."""
     for turn in range(2):
         for number, changes in enumerate([{}, {"batch": 4}, {"heads": 8}, {"dim": 80}, {"tokens": 3}, {"keys": 33}]):
-            case = Decode(**USUAL | changes, seed=10 * turn + number)
+            case = Decode(**BASE | changes, seed=10 * turn + number)
             results = {"o": case.call()}
             poison()
             case.check(results)
 
 
-# ---- ranks that do not agree ----
+# ---- disagreement between ranks ----
 
-USUAL = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6)
-# What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
+BASE = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6)
+# name: (changes on rank 1 of three, config fields, the field named in the error, its value there, and elsewhere)
 DISAGREEMENTS = {
     "batch": (dict(batch=3), {}, "q", "[3, 1, 4, 16]", "[2, 1, 4, 16]"),
     "heads": (dict(heads=6), {}, "q", "[2, 1, 6, 16]", "[2, 1, 4, 16]"),
@@ -112,24 +111,26 @@ DISAGREEMENTS = {
 }
 
 
-def disagrees(what):
-    """Everybody is told, and the group is as good as before."""
-    changes, fields, field, there, elsewhere = DISAGREEMENTS[what]
+def reports_disagreement(name):
+    """Check that every rank raises an error which names the field, and that the group stays usable."""
+    changes, fields, field, odd_value, usual_value = DISAGREEMENTS[name]
     odd = dist.get_rank() == 1
     with a_group() as group:
-        case, usual = Decode(**USUAL | (changes if odd else {}), group=group), Decode(**USUAL, group=group)
+        case, usual = Decode(**BASE | (changes if odd else {}), group=group), Decode(**BASE, group=group)
         error = failure_of(case.call, **({"config": FlashDecodeConfig(**fields)} if odd and fields else {}))
         assert type(error) is ValueError, repr(error)
-        words = ("flash_decode: the ranks disagree", f"{field} is ", elsewhere, "on ranks 0, 2", there, "on rank 1")
-        for word in words:
-            assert word in str(error), f"{word} in {error}"
+        fragments = (
+            "flash_decode: the ranks disagree", f"{field} is ", usual_value, "on ranks 0, 2", odd_value, "on rank 1"
+        )
+        for fragment in fragments:
+            assert fragment in str(error), f"{fragment} in {error}"
         usual.check({"o": usual.call()})
         del group, case, usual
 
 
-def takes_rooms_that_differ():
-    """How much room a rank has is its own business."""
-    case = Decode(**USUAL, lens="full")
+def supports_different_capacities():
+    """Check that ranks may have caches of different capacity."""
+    case = Decode(**BASE, lens="full")
     if dist.get_rank() == 1:
         case.k_cache, case.v_cache = (
             torch.cat([cache, torch.full_like(cache, torch.nan)], 1) for cache in (case.k_cache, case.v_cache)
@@ -137,37 +138,37 @@ def takes_rooms_that_differ():
     case.check({"o": case.call()})
 
 
-# Another way to call than the usual one, which rank 1 takes; both are known.
-KNOWN = {
+# Changes of rank 1's call to one that is also cached.
+CACHED = {
     "batch": dict(batch=3), "heads": dict(heads=8), "tokens": dict(tokens=2), "scale": dict(scale=0.5),
     "window": dict(window=3), "blocks": dict(config="small blocks"),
 }
 
 
-def is_not_fooled_by_a_known_plan(what):
-    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
-    changes = dict(KNOWN[what])
+def detects_mismatch_of_cached_plans(name):
+    """Check that different cached calls fail. No consensus check runs for them; only the signals can detect it."""
+    changes = dict(CACHED[name])
     config = config_of(changes.pop("config", "default"))
     with a_group() as group:
-        ways = [(Decode(**USUAL, group=group), None), (Decode(**USUAL | changes, group=group), config)]
-        for case, config in ways * 2:
+        calls = [(Decode(**BASE, group=group), None), (Decode(**BASE | changes, group=group), config)]
+        for case, config in calls * 2:
             case.check({"o": case.call(config=config)})
         dist.barrier()
-        case, config = ways[dist.get_rank() == 1]
+        case, config = calls[dist.get_rank() == 1]
         with timeout(1.0):
             error = failure_of(case.call, config=config)
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
-        again = failure_of(case.call, config=config)
-        assert again is not None
-        del group, case, ways
+        second_error = failure_of(case.call, config=config)
+        assert second_error is not None
+        del group, case, calls
 
 
-# ---- ranks that do not come ----
+# ---- missing and late ranks ----
 
 
 def loses_rank_1(leave, timeout_s):
-    """Rank 1 is gone before it has attended to its keys; the others say so, now and whenever asked again."""
-    case = Decode(**USUAL)
+    """Check that the other ranks raise, in this and all later calls, if rank 1 exits before its call."""
+    case = Decode(**BASE)
     for _ in range(2):
         case.check({"o": case.call()})
     tdkernels.set_timeout(timeout_s)
@@ -177,16 +178,16 @@ def loses_rank_1(leave, timeout_s):
     start = time.monotonic()
     error = failure_of(case.call)
     assert time.monotonic() - start < timeout_s + 5.0
-    again = failure_of(case.call)
-    assert again is not None
+    second_error = failure_of(case.call)
+    assert second_error is not None
     raise error
 
 
-def comes_when_rank_0_has_given_up():
-    """Rank 1 is late. Rank 0 has long sent what its own keys gave, which is right for everybody."""
+def delays_rank_1():
+    """Let rank 1 be late: rank 0 times out, but its partial result was already sent and is valid for its peers."""
     rank = dist.get_rank()
     with a_group() as group:
-        case = Decode(**USUAL, group=group)
+        case = Decode(**BASE, group=group)
         for _ in range(2):
             expected = case.call()
             case.check({"o": expected})
@@ -197,9 +198,9 @@ def comes_when_rank_0_has_given_up():
                 o = case.call()
                 tdkernels.synchronize()
                 assert torch.equal(o, expected)
-                answer = "right"
+                outcome = "right"
             except PeerTimeoutError as error:
-                answer = f"missed {error.peer}"
+                outcome = f"missed {error.peer}"
                 error.__traceback__ = None
         del group, case
-    return answer
+    return outcome

@@ -1,10 +1,10 @@
-"""flash_decode against attention to the whole of a cache that the ranks share."""
+"""flash_decode with a sharded KV cache, against attention over the whole sequence."""
 
 import pytest
 
-from tests.ops.attention.flash_decode import cases as asked
+from tests.ops.attention.flash_decode import cases
 from tests.ops.attention.flash_decode.cases import CONFIGS
-from tests.ops.attention.flash_decode.oracle import FP16, FP32, many
+from tests.ops.attention.flash_decode.oracle import FP16, FP32, enlarge
 from tests.support.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -15,7 +15,7 @@ SPECS = {
     "MHA": dict(batch=2, heads=3, kv_heads=3, dim=96, keys=9, dtype=FP16, seed=2),
     "heads of 256": dict(batch=1, heads=2, kv_heads=1, dim=256, keys=18, seed=3),
     "heads of 192 and 128": dict(batch=2, heads=4, kv_heads=2, dim=192, value_dim=128, keys=5, seed=4),
-    # With wide heads and few keys a gradient is a small difference, of which fp32 leaves more to luck.
+    # With wide heads and few keys, a gradient is a small difference, and its fp32 error varies more by chance.
     "fp32": dict(batch=2, heads=4, kv_heads=2, dim=32, keys=16, lens="full", dtype=FP32, seed=5),
     "odd heads": dict(batch=2, heads=3, kv_heads=1, dim=50, value_dim=33, keys=7, dtype=FP16, seed=6),
     "latent": dict(batch=2, heads=20, kv_heads=1, dim=576, value_dim=512, keys=6, latent=True, seed=7),
@@ -26,7 +26,7 @@ SPECS = {
     "one token": dict(batch=2, heads=2, kv_heads=1, dim=16, keys=6, tokens=1, seed=10),
     "more tokens than keys": dict(batch=3, heads=2, kv_heads=1, dim=16, keys=6, tokens=5, lens="one", seed=11),
     "window": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=3, tokens=3, window=5, lens="full", seed=12),
-    # Whole blocks of keys that nobody sees are left out, and no others.
+    # Blocks of keys outside all windows are skipped, and only these.
     "window of several blocks": dict(batch=3, heads=2, kv_heads=1, dim=16, keys=60, tokens=2, window=37, seed=28),
     "window of one": dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, tokens=2, window=1, seed=13),
     "window wider than all": dict(batch=1, heads=2, kv_heads=2, dim=16, keys=5, window=1000, lens="full", seed=14),
@@ -53,7 +53,7 @@ SPECS = {
         batch=1, heads=4, kv_heads=1, dim=96, value_dim=64, keys=9, scales="one", latent=True, tokens=2, seed=26
     ),
 }
-# So many blocks of 16 keys for each tile that its parts are merged in two steps: 200 and more, and 68 to 76.
+# So many blocks of 16 keys per tile (200 and more, and 68 to 76) that its partial results are merged in two steps.
 LONG = {
     "one head": dict(batch=1, heads=3, kv_heads=1, dim=16, keys=3580, lens="full", seed=30),
     "some heads": dict(
@@ -62,7 +62,7 @@ LONG = {
     "wide": dict(batch=1, heads=18, kv_heads=1, dim=40, value_dim=140, keys=1250, lens="full", tokens=2, seed=32),
 }
 
-# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+# The interpreter is slow, so CPU ranks run a selection.
 ON_CPU = {
     (1, "default"): ["GQA", "window", "soft cap", "no keys", "fp8", "paged", "more tokens than keys"],
     (1, "one program"): ["tokens", "fp32"],
@@ -86,22 +86,22 @@ ON_CPU = {
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
 ])
 def test_everything(world_size, config, spec):
-    on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
+    on_ranks(world_size, cases.computes, enlarge(SPECS[spec]), config)
 
 
 @pytest.mark.parametrize("world_size, spec", [
     (world_size, spec) for world_size in (1, 2) for spec in LONG if ON_GPU or world_size == 1 or spec == "wide"
 ])
-def test_everything_of_many_parts(world_size, spec):
-    on_ranks(world_size, asked.computes, LONG[spec], "many programs")
+def test_merge_in_two_steps(world_size, spec):
+    on_ranks(world_size, cases.computes, LONG[spec], "many programs")
 
 
-def test_every_spec_is_asked_on_cpu_ranks():
+def test_every_spec_runs_on_cpu_ranks():
     assert {*SPECS} == {spec for specs in ON_CPU.values() for spec in specs}
 
 
-def test_the_reference_attends_as_torch_does():
-    asked.attends_as_torch_does()
+def test_oracle_matches_torch():
+    cases.oracle_matches_torch()
 
 
 CHANGING = [dict(SPECS["tokens"], lens=lens, seed=seed) for seed, lens in enumerate(["ragged", "none", "full", "last"])]
@@ -109,49 +109,49 @@ PAGES = [dict(SPECS["pages, all at once"], lens=lens, seed=seed) for seed, lens 
 
 
 @pytest.mark.parametrize("world_size, specs", [(1, CHANGING), (2, CHANGING), (2, PAGES)], ids=str)
-def test_new_lens_in_the_same_memory(world_size, specs):
-    on_ranks(world_size, asked.takes_new_lens, specs)
+def test_changing_lens(world_size, specs):
+    on_ranks(world_size, cases.supports_changing_lens, specs)
 
 
-@pytest.mark.parametrize("what", asked.AUTOGRAD, ids=lambda f: f.__name__)
-def test_autograd(what):
-    on_ranks(2, what)
+@pytest.mark.parametrize("check", cases.AUTOGRAD, ids=lambda f: f.__name__)
+def test_autograd(check):
+    on_ranks(2, check)
 
 
 @pytest.mark.parametrize("world_size", [1, 2] if ON_GPU else [2])
 def test_layouts(world_size):
-    on_ranks(world_size, asked.takes_any_layout)
+    on_ranks(world_size, cases.supports_any_layout)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_sequences(world_size):
-    on_ranks(world_size, asked.has_no_sequences)
+def test_empty_batch(world_size):
+    on_ranks(world_size, cases.supports_empty_batch)
 
 
 def test_subgroup():
-    on_ranks(3, asked.computes_in_a_subgroup)
+    on_ranks(3, cases.computes_in_a_subgroup)
 
 
 def test_groups_of_one_rank():
-    on_ranks(2, asked.computes_alone)
+    on_ranks(2, cases.computes_in_groups_of_one)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input(world_size):
-    on_ranks(world_size, asked.refuses)
+    on_ranks(world_size, cases.rejects_invalid_arguments)
 
 
-# A rank of several nodes takes pages and lengths by the same kernel.
+# Multi-node groups handle pages and lengths in the same kernel.
 @pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "many programs"), (3, "default"), (2, "torch")])
-def test_keys_of_pages_outside_the_cache_are_masked(world_size, config):
-    on_ranks(world_size, asked.masks_pages_outside_the_cache, config)
+def test_pages_outside_the_cache_are_masked(world_size, config):
+    on_ranks(world_size, cases.masks_pages_outside_the_cache, config)
 
 
 @pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "many programs"), (3, "default"), (2, "torch")])
-def test_lengths_of_64_bits_are_clamped(world_size, config):
-    on_ranks(world_size, asked.clamps_lengths_of_64_bits, config)
+def test_64_bit_lengths_are_clamped(world_size, config):
+    on_ranks(world_size, cases.clamps_64_bit_lengths, config)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_wrong_lens_and_pages(world_size):
-    on_ranks(world_size, asked.refuses_what_only_the_device_knows)
+def test_debug_validation(world_size):
+    on_ranks(world_size, cases.validates_in_debug_mode)

@@ -1,11 +1,11 @@
-"""flash_decode in a CUDA graph: captured once, replayed with new lengths, keys and pages, between eager calls."""
+"""flash_decode in a CUDA graph: captured once, replayed with new lengths, keys and pages between eager calls."""
 
 import pytest
 import torch
 
 import tdkernels
 from tests.ops.attention.flash_decode.cases import refill
-from tests.ops.attention.flash_decode.oracle import FP16, OPERANDS, Decode, many
+from tests.ops.attention.flash_decode.oracle import FP16, OPERANDS, Decode, enlarge
 from tests.ops.experts.tp_moe.test_tp_moe_cuda_graph import captured
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 
@@ -47,15 +47,15 @@ def replays_with_new_lens(spec, backward):
             graph.replay()
             fresh.check(results)
             seed += 1
-        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        # Eager calls between replays must not desynchronize the epochs of graph and workspace.
         eager = Decode(**spec, seed=seed)
         eager.check(eager.run())
-        other = Decode(**many(dict(batch=2, heads=4, kv_heads=2, dim=80, keys=33, dtype=FP16)), seed=seed)
+        other = Decode(**enlarge(dict(batch=2, heads=4, kv_heads=2, dim=80, keys=33, dtype=FP16)), seed=seed)
         other.check(other.run())
 
 
 def survives_growth(spec):
-    """A graph keeps the buffers that it was captured with when later calls need larger ones."""
+    """Check that a graph keeps its buffers if later calls need larger ones."""
     static = Decode(**spec)
     graph, results = captured(static, forward)
     large = Decode(64, 96, 12, 128, 100, seed=9)
@@ -67,7 +67,7 @@ def survives_growth(spec):
         fresh.check(results)
 
 
-def refuses_to_capture_a_first_call(spec):
+def rejects_capture_of_first_call(spec):
     with a_group() as group:
         case = Decode(**spec, group=group)
         torch.cuda.synchronize()
@@ -79,8 +79,8 @@ def refuses_to_capture_a_first_call(spec):
         del group, case
 
 
-def is_launched_without_waiting(spec):
-    """All of a step is in the queue while the GPU is still busy with what came before."""
+def does_not_block_host(spec):
+    """Check that the host enqueues a whole step while the GPU is still busy with earlier work."""
     case = Decode(**spec)
     case.require()
     step(case)
@@ -89,7 +89,7 @@ def is_launched_without_waiting(spec):
     busy = torch.cuda.Event()
     busy.record()
     results = step(case)
-    assert not busy.query(), "the host has waited for the GPU"
+    assert not busy.query(), "the host waited for the GPU"
     tdkernels.synchronize()
     case.check(results)
 
@@ -106,11 +106,11 @@ def test_growth(spec):
     on_ranks(2, survives_growth, SPECS[spec])
 
 
-def test_what_cannot_be_captured():
-    on_ranks(2, refuses_to_capture_a_first_call, SPECS["plain"])
+def test_first_call_cannot_be_captured():
+    on_ranks(2, rejects_capture_of_first_call, SPECS["plain"])
 
 
 @each_world_size
 @each_spec
-def test_the_host_never_waits(world_size, spec):
-    on_ranks(world_size, is_launched_without_waiting, SPECS[spec])
+def test_host_does_not_block(world_size, spec):
+    on_ranks(world_size, does_not_block_host, SPECS[spec])

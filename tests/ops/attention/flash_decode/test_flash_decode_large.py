@@ -1,15 +1,15 @@
-"""flash_decode of long sequences, which only GPUs do in time: many blocks for a program, many programs for a rank."""
+"""flash_decode with long sequences, on GPUs only: many blocks per program and many programs per rank."""
 
 import pytest
 import torch
 
 import tdkernels
-from tests.ops.attention.flash_decode.oracle import FP16, OPERANDS, Decode, gives_memory_back
+from tests.ops.attention.flash_decode.oracle import FP16, OPERANDS, Decode, releases_memory
 from tests.support.ranks import DEVICE, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs GPUs")
 
-# Keys of all ranks: with the reference a case takes about 3 GiB of a GPU, on which other processes are.
+# ``keys`` counts all ranks. With its reference, a case takes about 3 GiB of a GPU that other processes share.
 SPECS = {
     "96 heads": dict(batch=1, heads=96, kv_heads=12, dim=128, keys=1 << 17, lens="full"),
     "32 heads": dict(batch=1, heads=32, kv_heads=8, dim=128, keys=1 << 17, lens="full", dtype=FP16, seed=1),
@@ -22,7 +22,7 @@ SPECS = {
     "fp8": dict(batch=16, heads=32, kv_heads=8, dim=128, keys=1 << 14, scales="head", seed=6),
 }
 GRADIENTS = {name: dict(SPECS[name], keys=1 << 14) for name in ("96 heads", "32 heads")}
-# One odd number of everything for each dimension of heads that there is.
+# Odd sizes for each supported head dimension.
 WIDE = [
     dict(batch=7, heads=5 * kv_heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, keys=1111, page=page, seed=dim)
     for dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512), (77, 41))
@@ -30,13 +30,13 @@ WIDE = [
 ]
 
 
-def on_each(spec, ranks):
-    """The spec with a rank's share of the keys."""
+def per_rank(spec, ranks):
+    """Return the spec with the keys divided among the ranks."""
     return dict(spec, keys=spec["keys"] // ranks)
 
 
-@gives_memory_back
-def attends(spec, calls, gradients=False):
+@releases_memory
+def computes_repeatedly(spec, calls, gradients=False):
     case = Decode(**spec)
     expected = case.run(OPERANDS if gradients else ())
     case.check(expected)
@@ -49,16 +49,16 @@ def attends(spec, calls, gradients=False):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("spec", SPECS)
 def test_long_sequences(world_size, spec):
-    on_ranks(world_size, attends, on_each(SPECS[spec], world_size), 20)
+    on_ranks(world_size, computes_repeatedly, per_rank(SPECS[spec], world_size), 20)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("spec", GRADIENTS)
 def test_gradients_of_long_sequences(world_size, spec):
-    on_ranks(world_size, attends, on_each(GRADIENTS[spec], world_size), 1, gradients=True)
+    on_ranks(world_size, computes_repeatedly, per_rank(GRADIENTS[spec], world_size), 1, gradients=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("spec", WIDE, ids=lambda spec: f"{spec['dim']}, {spec['kv_heads']}")
 def test_every_width(world_size, spec):
-    on_ranks(world_size, attends, spec, 5, gradients=True)
+    on_ranks(world_size, computes_repeatedly, spec, 5, gradients=True)

@@ -1,4 +1,4 @@
-"""flash_decode in groups on several nodes."""
+"""flash_decode in groups that span several nodes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.ops.attention.flash_decode.test_flash_decode import ON_GPU, SPECS
 from tests.support.ranks import on_ranks
 from tests.support.simulated_nodes import thorough
 
-# What the interpreter has the time for, of (world size, ranks of a node).
+# The selection for CPU ranks, by (world size, ranks per node).
 ON_CPU = {
     (4, 2): [
         ("odd heads", "default"), ("fp8, latent", "default"), ("window of several blocks", "default"),
@@ -20,7 +20,7 @@ ON_CPU = {
 CASES = [(*nodes, spec, config) for nodes, cases in ON_CPU.items() for spec, config in cases]
 if ON_GPU:
     CASES = [(*nodes, spec, config) for nodes in ON_CPU for spec in SPECS for config in ("default", "small blocks")]
-each_division = pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+each_topology = pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 SHAPES = [
     dict(batch=1, heads=2, kv_heads=1, dim=16, keys=1), dict(batch=3, heads=3, kv_heads=3, dim=20, keys=33, tokens=2),
     dict(batch=1, heads=1, kv_heads=1, dim=16, keys=4, tokens=1, window=2),
@@ -33,18 +33,18 @@ def test_everything(world_size, local, spec, config):
 
 
 @thorough
-@each_division
-def test_new_data_in_memory_used_again(world_size, local):
-    on_ranks(world_size, multinode_cases.takes_new_data, SHAPES, local)
+@each_topology
+def test_workspace_is_reused(world_size, local):
+    on_ranks(world_size, multinode_cases.reuses_poisoned_memory, SHAPES, local)
 
 
-@each_division
-def test_any_order_of_the_network(world_size, local):
-    assert on_ranks(world_size, multinode_cases.is_right_on_every_network, local) == [[]] * world_size
+@each_topology
+def test_any_network_order(world_size, local):
+    assert on_ranks(world_size, multinode_cases.computes_in_any_network_order, local) == [[]] * world_size
 
 
-def test_ranks_that_deal_tiles_differently():
-    on_ranks(4, multinode_cases.deals_tiles_differently, 2, [1, 2])
+def test_different_tile_orders():
+    on_ranks(4, multinode_cases.computes_with_different_tile_orders, 2, [1, 2])
 
 
 @thorough
@@ -53,26 +53,26 @@ def test_slow_rank():
 
 
 def test_missing_rank():
-    # One tile, of which ranks 0 and 2 are owners.
+    # A single tile, owned by ranks 0 and 2.
     spec = dict(batch=1, heads=1, kv_heads=1, dim=16, keys=2, lens="full")
-    # Rank 0 misses its node peer, so rank 2 misses what rank 0 makes of both, and rank 3 what rank 2 makes of that.
+    # Rank 0 misses its node peer. So rank 2 misses the node result of rank 0, and rank 3 the final result of rank 2.
     assert on_ranks(4, multinode_cases.misses_a_rank, 2, 1, spec) == [1, None, 0, 2]
     assert on_ranks(2, multinode_cases.misses_a_rank, 1, 0, spec) == [None, 0]
 
 
 @thorough
 def test_late_rank():
-    # With one rank a node all have sent what is their own, which is right for everybody.
-    assert on_ranks(3, multinode_cases.gives_nothing_on_that_it_has_not, 1) == ["missed 2", "missed 2", "right"]
-    # Rank 2 gives up. So nobody gets the tiles that it owns, whether or not what it would have needed comes at last.
-    answers = on_ranks(4, multinode_cases.gives_nothing_on_that_it_has_not, 2)
+    # With one rank per node, every rank has sent its own partial result, which is valid.
+    assert on_ranks(3, multinode_cases.delays_last_rank, 1) == ["missed 2", "missed 2", "right"]
+    # Rank 2 times out. So no rank gets the tiles that rank 2 owns, even if the missing data arrives later.
+    answers = on_ranks(4, multinode_cases.delays_last_rank, 2)
     assert answers == ["missed 2", "missed 0", "missed 3", "missed 2"]
 
 
 @thorough
-def test_known_but_different_calls_never_give_a_result():
-    on_ranks(2, multinode_cases.is_not_fooled_by_a_known_plan, 1)
+def test_mismatch_of_cached_plans_is_detected():
+    on_ranks(2, multinode_cases.detects_mismatch_of_cached_plans, 1)
 
 
 def test_disagreement():
-    on_ranks(2, multinode_cases.refuses_other_sequences, 1)
+    on_ranks(2, multinode_cases.reports_disagreement, 1)

@@ -1,17 +1,17 @@
-"""flash_decode between the ranks: the same bits whenever, disagreement, peers that fail."""
+"""Interaction of ranks in flash_decode: determinism, disagreement, failing peers."""
 
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops.attention.flash_decode import rank_cases
-from tests.ops.attention.flash_decode.rank_cases import DISAGREEMENTS, KINDS, KNOWN
+from tests.ops.attention.flash_decode.rank_cases import CACHED, DISAGREEMENTS, KINDS
 from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
 
-# Keys of all ranks.
+# ``keys`` counts all ranks.
 LARGE = {
     "long": dict(batch=1, heads=96, kv_heads=12, dim=128, keys=1 << 14, lens="full", seed=4),
     "ragged": dict(batch=13, heads=32, kv_heads=8, dim=128, keys=6000, seed=5),
@@ -22,21 +22,21 @@ LARGE = {
 
 
 @pytest.mark.parametrize("world_size, calls", [(1, 20), (2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 10), (3, 3)])
-def test_the_same_bits(world_size, calls):
-    on_ranks(world_size, rank_cases.repeats, KINDS, calls, seed=world_size)
+def test_determinism(world_size, calls):
+    on_ranks(world_size, rank_cases.is_deterministic, KINDS, calls, seed=world_size)
 
 
 @needs_gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", LARGE)
-def test_the_same_bits_of_many_keys(world_size, kind):
+def test_determinism_with_many_keys(world_size, kind):
     spec = dict(LARGE[kind], keys=LARGE[kind]["keys"] // world_size)
-    on_ranks(world_size, rank_cases.repeats, [(spec, "default")], 20, seed=world_size, backward=False)
+    on_ranks(world_size, rank_cases.is_deterministic, [(spec, "default")], 20, seed=world_size, backward=False)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 100), (3, 100)] if ON_GPU else [(2, 6), (3, 4)])
-def test_no_rank_overtakes_its_peers_data(world_size, calls):
-    on_ranks(world_size, rank_cases.outruns_its_peers, calls)
+def test_ranks_running_ahead(world_size, calls):
+    on_ranks(world_size, rank_cases.runs_ahead_of_peers, calls)
 
 
 def test_slow_rank():
@@ -44,22 +44,22 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("world_size", [2, 4] if ON_GPU else [2])
-def test_memory_is_reused_by_other_shapes(world_size):
-    on_ranks(world_size, rank_cases.grows)
+def test_workspace_is_reused_by_other_shapes(world_size):
+    on_ranks(world_size, rank_cases.computes_growing_shapes)
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, rank_cases.disagrees, what)
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_disagreement_raises_on_every_rank(name):
+    on_ranks(3, rank_cases.reports_disagreement, name)
 
 
-def test_rooms_may_differ():
-    on_ranks(2, rank_cases.takes_rooms_that_differ)
+def test_capacities_may_differ():
+    on_ranks(2, rank_cases.supports_different_capacities)
 
 
-@pytest.mark.parametrize("what", KNOWN)
-def test_known_but_different_calls_never_give_a_result(what):
-    on_ranks(2, rank_cases.is_not_fooled_by_a_known_plan, what)
+@pytest.mark.parametrize("name", CACHED)
+def test_mismatch_of_cached_plans_is_detected(name):
+    on_ranks(2, rank_cases.detects_mismatch_of_cached_plans, name)
 
 
 def test_killed_rank():
@@ -74,4 +74,4 @@ def test_killed_rank():
 
 
 def test_late_rank():
-    assert on_ranks(3, rank_cases.comes_when_rank_0_has_given_up) == ["missed 1", "right", "right"]
+    assert on_ranks(3, rank_cases.delays_rank_1) == ["missed 1", "right", "right"]

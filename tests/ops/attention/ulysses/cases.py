@@ -1,9 +1,9 @@
-"""What the Ulysses projections are asked, as functions that every rank runs. test_ulysses.py asks.
+"""Test bodies for the Ulysses projections. Every rank runs them; see test_ulysses.py.
 
     case = Projection("ulysses_qkv", BF16, batch=2, positions=37, k=51, n=29)
     case.check(case.run())                # forward and every gradient, by name
 
-Every rank makes the same full operands from the seed and keeps its own part of them: its positions, or its heads.
+Every rank draws the same full operands from the seed and keeps its shard: its positions, or its heads.
 """
 
 import itertools
@@ -36,10 +36,14 @@ CONFIGS = {
 
 
 class Projection:
-    """A rank's part of one projection, on its device.
+    """A rank's shard of one projection, on its device.
 
-    Args:     positions: S / W; k: K, or K / W of ulysses_out; n: N, or N / W of ulysses_qkv
-              batch: leading dimensions; exact: draw from -1, 0 and 1, so that ``check`` asks for equality
+    Args:
+        positions: S / W.
+        k: K, or K / W for ulysses_out.
+        n: N, or N / W for ulysses_qkv.
+        batch: leading dimensions.
+        exact: draw from -1, 0 and 1, so that ``check`` requires equality.
     """
 
     def __init__(
@@ -61,41 +65,41 @@ class Projection:
         x, dy = draw(*batch, positions * ranks, k), draw(*batch, positions * ranks, n)
         weight, bias = draw(n, k, scale=k**-0.5), draw(n) if bias else None
 
-        def of_positions(t):
+        def shard_positions(t):
             return t.narrow(-2, self.rank * positions, positions)
 
-        def of_heads(t):
+        def shard_heads(t):
             return t.narrow(-1, self.rank * (t.shape[-1] // ranks), t.shape[-1] // ranks)
 
-        of_x, of_y = (of_positions, of_heads) if to_heads else (of_heads, of_positions)
+        shard_x, shard_y = (shard_positions, shard_heads) if to_heads else (shard_heads, shard_positions)
 
-        def results(kind, where):
-            x_, dy_, weight_ = (t.to(where, kind) for t in (x, dy, weight))
-            y = F.linear(x_, weight_, None if bias is None else bias.to(where, kind))
-            rows, grads = (of_positions(t).flatten(0, -2) for t in (x_, dy_))
-            found = {"output": of_y(y), "dx": of_x(dy_ @ weight_), "dweight": grads.t() @ rows}
-            return found if bias is None else {**found, "dbias": grads.sum(0)}
+        def results(kind, target):
+            x_, dy_, weight_ = (t.to(target, kind) for t in (x, dy, weight))
+            y = F.linear(x_, weight_, None if bias is None else bias.to(target, kind))
+            rows, grads = (shard_positions(t).flatten(0, -2) for t in (x_, dy_))
+            tensors = {"output": shard_y(y), "dx": shard_x(dy_ @ weight_), "dweight": grads.t() @ rows}
+            return tensors if bias is None else {**tensors, "dbias": grads.sum(0)}
 
         self.expected, self.low = results(torch.double, "cpu"), results(dtype, device())
-        own = {"x": of_x(x), "weight": weight, "bias": bias}
+        own = {"x": shard_x(x), "weight": weight, "bias": bias}
         own = {name: None if t is None else t.to(device()).clone().contiguous() for name, t in own.items()}
         self.x, self.weight, self.bias = (own[name] for name in NAMES)
-        self.dy = of_y(dy).to(device()).clone().contiguous()
+        self.dy = shard_y(dy).to(device()).clone().contiguous()
         self.require()
 
-    def require(self, wanted=NAMES):
-        """Let the named operands, and no others, want a gradient, of which they have none yet."""
+    def require(self, inputs=NAMES):
+        """Set requires_grad for the named operands only, and clear all gradients."""
         for name in NAMES:
             operand = getattr(self, name)
             if operand is not None:
-                setattr(self, name, operand.detach().requires_grad_(name in wanted))
+                setattr(self, name, operand.detach().requires_grad_(name in inputs))
 
     def call(self, **options):
         return getattr(tdkernels, self.operator)(self.x, self.weight, self.bias, group=self.group, **options)
 
-    def run(self, wanted=NAMES, **options):
-        """Forward and backward: "output" and the gradients of what wants one, by name."""
-        self.require(wanted)
+    def run(self, inputs=NAMES, **options):
+        """Run forward and backward; return "output" and the gradients of the operands in ``inputs``, by name."""
+        self.require(inputs)
         output = self.call(**options)
         if output.requires_grad:
             output.backward(self.dy)
@@ -106,7 +110,7 @@ class Projection:
         return {f"d{name}": t.grad for name, t in operands.items() if t is not None and t.grad is not None}
 
     def check(self, results):
-        """Raise AssertionError unless each of the named results is near enough to what is expected."""
+        """Check each of the named results."""
         tdkernels.synchronize()
         for name, got in results.items():
             title = f"{name} of {self.title}"
@@ -118,11 +122,11 @@ class Projection:
                 assert_close(title, got, self.expected[name], self.low[name])
 
 
-# ---- what they compute ----
+# ---- results ----
 
 
 def computes(spec, config):
-    """Both projections of a spec, and the specification's forward."""
+    """Check both projections with all gradients, and the forward of their references."""
     for operator in OPERATORS:
         case = Projection(operator, **spec)
         with poisoned_outputs():
@@ -149,7 +153,7 @@ def misaligned(t):
     return flat[1:].view(t.shape)
 
 
-def takes_any_layout():
+def supports_any_layout():
     for operator, change in itertools.product(OPERATORS, (transposed, strided, misaligned)):
         for name in ("x", "weight", "dy") if change is transposed else ("x", "weight"):
             case = Projection(operator, FP32, 9, 8, 16, exact=True)
@@ -163,17 +167,17 @@ def takes_any_layout():
         assert torch.equal(result, expected[name]), name
 
 
-def computes_only_the_gradients_asked_for():
+def computes_subsets_of_gradients():
     subsets = [subset for size in range(4) for subset in itertools.combinations(NAMES, size)]
     for operator, subset in itertools.product(OPERATORS, subsets):
         case = Projection(operator, FP32, 5, 7, 3, exact=True)
         results = case.run(subset)
-        assert set(results) == {"output", *(f"d{name}" for name in subset)}, f"asked for {subset}: {set(results)}"
+        assert set(results) == {"output", *(f"d{name}" for name in subset)}, f"{subset}: got {set(results)}"
         case.check(results)
 
 
-def obeys_autograd():
-    """No gradient asked for, autocast, checkpoints, an output used twice; second derivatives are refused."""
+def supports_autograd():
+    """Check no_grad, repeated backward, checkpoints and autocast, and that second derivatives are rejected."""
     for operator in OPERATORS:
         case = Projection(operator, FP32, 5, 7, 3, exact=True)
         for mode in (torch.no_grad, torch.inference_mode):
@@ -200,8 +204,8 @@ def obeys_autograd():
         low.check({"output": output, **{name: gradient.bfloat16() for name, gradient in low.gradients().items()}})
 
 
-def traces():
-    """torch.compile has both in one graph with what is between them, and gets what an eager call gets."""
+def supports_compile():
+    """Check that torch.compile traces both projections into one graph, with the results of eager calls."""
     torch._dynamo.reset()
     ranks = dist.get_world_size()
 
@@ -211,22 +215,22 @@ def traces():
     backend = "inductor" if device().type == "cuda" else "aot_eager"
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     weights = [torch.randn(6 * ranks, 8), torch.randn(5, 6 * ranks)]
-    for positions in (3, 3, 4):  # the third call meets a shape that was not traced
+    for positions in (3, 3, 4):  # the third call has a shape that was not traced
         leaves = [t.to(device()).requires_grad_() for t in (torch.randn(2, positions, 8), *weights)]
-        both = []
+        outputs = []
         for function in (compiled, block):
             y = function(*leaves)
-            both.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
-        for got, expected in zip(*both, strict=True):
+            outputs.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+        for got, expected in zip(*outputs, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     tdkernels.synchronize()
 
 
-# ---- a block of attention ----
+# ---- attention block ----
 
 
-def is_the_block_that_is_not_divided(dtype, positions, heads, size, hidden):
-    """qkv -> attention of a rank's heads -> out, forward and every gradient, against the block on one device."""
+def matches_unsharded_attention_block(dtype, positions, heads, size, hidden):
+    """Check qkv -> attention over a rank's heads -> out, with gradients, against the unsharded block."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(3)
     total = ranks * heads
@@ -234,32 +238,32 @@ def is_the_block_that_is_not_divided(dtype, positions, heads, size, hidden):
     w_qkv = (torch.randn(total * 3 * size, hidden, generator=generator) * hidden**-0.5).to(dtype)
     w_out = (torch.randn(hidden, total * size, generator=generator) * (total * size) ** -0.5).to(dtype)
 
-    def attention(qkv):  # rows of the weight are head by head, and of each head those of q, k and v
+    def attention(qkv):  # weight rows are ordered by head, within a head by q, k, v
         q, k, v = qkv.unflatten(-1, (-1, 3, size)).transpose(1, 2).unbind(3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
-    def whole(kind, where):
-        leaves = [t.detach().to(where, kind).requires_grad_() for t in (x, w_qkv, w_out)]
+    def unsharded(kind, target):
+        leaves = [t.detach().to(target, kind).requires_grad_() for t in (x, w_qkv, w_out)]
         z = F.linear(attention(F.linear(leaves[0], leaves[1])), leaves[2])
-        return [z.detach(), *torch.autograd.grad(z, leaves, dz.to(where, kind))]
+        return [z.detach(), *torch.autograd.grad(z, leaves, dz.to(target, kind))]
 
-    mine = slice(rank * positions, (rank + 1) * positions)
-    leaves = [t.detach().to(device()).requires_grad_() for t in (x[:, mine], w_qkv, w_out)]
+    own_positions = slice(rank * positions, (rank + 1) * positions)
+    leaves = [t.detach().to(device()).requires_grad_() for t in (x[:, own_positions], w_qkv, w_out)]
     z = tdkernels.ulysses_out(attention(tdkernels.ulysses_qkv(*leaves[:2])), leaves[2])
-    got = [z.detach(), *torch.autograd.grad(z, leaves, dz[:, mine].to(device()))]
+    got = [z.detach(), *torch.autograd.grad(z, leaves, dz[:, own_positions].to(device()))]
     tdkernels.synchronize()
-    for total_gradient in got[2:]:  # the sum over the ranks' positions is ours to make
+    for total_gradient in got[2:]:  # the caller sums weight gradients over the ranks
         dist.all_reduce(total_gradient)
-    exact, low = whole(torch.double, "cpu"), whole(dtype, device())
-    for name, value, *both in zip(("z", "dx", "dw_qkv", "dw_out"), got, exact, low, strict=True):
-        assert_close(name, value, *(t[:, mine] if t.dim() == 3 else t for t in both))
+    exact, low = unsharded(torch.double, "cpu"), unsharded(dtype, device())
+    for name, value, *references in zip(("z", "dx", "dw_qkv", "dw_out"), got, exact, low, strict=True):
+        assert_close(name, value, *(t[:, own_positions] if t.dim() == 3 else t for t in references))
 
 
-# ---- what cannot be ----
+# ---- validation errors ----
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself; then everything is as before."""
+def rejects_invalid_arguments():
+    """Check validation errors. They are raised before any launch, so later calls work."""
     ranks = dist.get_world_size()
     for operator in OPERATORS:
         case = Projection(operator, BF16, 3, 8, 4, batch=())
@@ -288,14 +292,14 @@ def refuses():
             (dict(group="world"), TypeError, "group"),
         ]
         if ranks > 1 and name == "x":
-            words = rf"N = {n - 1} of weight \[{n - 1}, {k}\] must be divisible by the group's {ranks} ranks"
-            wrong.append((dict(weight=weight[1:], bias=None), ValueError, words))
+            message = rf"N = {n - 1} of weight \[{n - 1}, {k}\] must be divisible by the group's {ranks} ranks"
+            wrong.append((dict(weight=weight[1:], bias=None), ValueError, message))
         elif ranks > 1:
-            words = rf"S = {3 * ranks - 1} of o \[{3 * ranks - 1}, 8\] must be divisible by the group's {ranks} ranks"
-            wrong.append((dict(x=x[1:]), ValueError, words))
-        for changes, kind, words in wrong:
+            message = rf"S = {3 * ranks - 1} of o \[{3 * ranks - 1}, 8\] must be divisible by the group's {ranks} ranks"
+            wrong.append((dict(x=x[1:]), ValueError, message))
+        for changes, kind, message in wrong:
             call = {"x": x, "weight": weight, "bias": bias, **changes}
-            with pytest.raises(kind, match=words) as caught:
+            with pytest.raises(kind, match=message) as caught:
                 getattr(tdkernels, operator)(call.pop("x"), call.pop("weight"), call.pop("bias"), **call)
             assert "group" in changes or str(caught.value).startswith(f"{operator}: "), str(caught.value)
         case.check({"output": case.call().detach()})
@@ -305,7 +309,7 @@ def refuses():
 
 
 def replays_with_new_data(operator, config):
-    """Forward and backward, captured once, between eager calls of the same and of another shape."""
+    """Check forward and backward captured once and replayed with new data between eager calls."""
     kind, config = (operator, BF16, 64, 64, 128), CONFIGS[config]
 
     def step(case):

@@ -1,6 +1,6 @@
-"""What holds between the ranks of the Ulysses projections, as functions that every rank runs.
+"""Test bodies for the interaction of ranks in the Ulysses projections. Every rank runs them; see test_ulysses_ranks.py.
 
-test_ulysses_ranks.py asks: the same bits whenever, memory used again, disagreement, and peers that come late or never.
+Determinism, reuse of the workspace, disagreement between ranks, and peers that are late or missing.
 """
 
 import functools
@@ -20,7 +20,7 @@ from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import a_group
 from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
-# Few kinds of calls, since a GPU compiles each.
+# Only a few kinds of calls, since a GPU compiles kernels for each.
 KINDS = [
     (("ulysses_qkv", BF16, 20, 24, 40, 1), "pulled at once"),
     (("ulysses_out", BF16, 20, 32, 24, 2), "pulled at once"),
@@ -29,33 +29,33 @@ KINDS = [
 ]
 
 
-def repeats(kinds, calls, seed):
-    """The same bits in every call, of data that changes, while ranks wait at random and all memory is poisoned."""
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
-    known = []
+def is_deterministic(kinds, calls, seed):
+    """Check that calls return the same bits for the same data, with random delays and poisoned memory in between."""
+    shared_rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+    computed = []
     for number, (kind, config) in enumerate(kinds * 2):
         case = Projection(*kind, seed=number)
-        known.append((case, CONFIGS[config], case.run(config=CONFIGS[config])))
-        case.check(known[-1][2])
+        computed.append((case, CONFIGS[config], case.run(config=CONFIGS[config])))
+        case.check(computed[-1][2])
     with poisoned_outputs():
         for _ in range(calls):
-            case, config, expected = of_all.choice(known)
-            if of_all.random() < 0.3:
+            case, config, expected = shared_rng.choice(computed)
+            if shared_rng.random() < 0.3:
                 poison()
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             case.require()
             output = case.call(config=config)
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             output.backward(case.dy)
-            if of_all.random() < 0.3:
-                poison()  # what we got is ours and does not change with the workspace
+            if shared_rng.random() < 0.3:
+                poison()  # outputs must not alias the workspace
             tdkernels.synchronize()
             for name, result in {"output": output.detach(), **case.gradients()}.items():
                 assert torch.equal(result, expected[name]), f"{name} of {case.title}"
 
 
-def outruns_its_peers(operator, config, positions, calls):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+def runs_ahead_of_peers(operator, config, positions, calls):
+    """Check back-to-back calls with fresh data while ranks run ahead of each other."""
     cases = [Projection(operator, FP32, positions, 9, 7, exact=True, seed=seed) for seed in range(calls)]
     config = CONFIGS[config]
     Projection(operator, FP32, positions, 9, 7).run(config=config)
@@ -78,7 +78,7 @@ def waits_for_a_slow_rank(config):
 
 
 def computes_in_a_subgroup():
-    """Of the last two ranks; the first does something else."""
+    """Check a subgroup of the last two ranks; the first rank does not take part."""
     with a_group([1, 2]) as group:
         if dist.get_rank() == 0:
             return
@@ -88,10 +88,10 @@ def computes_in_a_subgroup():
         del case, group
 
 
-# ---- ranks that do not agree ----
+# ---- disagreement between ranks ----
 
-USUAL = dict(dtype=FP32, positions=6, k=8, n=4)
-# What rank 1 of three does otherwise; the field that says so, by operator; its values there and elsewhere.
+BASE = dict(dtype=FP32, positions=6, k=8, n=4)
+# name: (changes on rank 1 of three, the field named in the error by operator, its value there, and elsewhere)
 DISAGREEMENTS = {
     "sequences": (dict(batch=1), ("B", "B"), 1, 2),
     "positions": (dict(positions=7), ("S/W", "S"), (7, 21), (6, 18)),
@@ -104,27 +104,27 @@ DISAGREEMENTS = {
 }
 
 
-def disagrees(what):
-    """Everybody is told, and the group is as good as before."""
-    changes, fields, there, elsewhere = DISAGREEMENTS[what]
+def reports_disagreement(name):
+    """Check that every rank raises an error which names the field, and that the group stays usable."""
+    changes, fields, odd_value, usual_value = DISAGREEMENTS[name]
     changes = dict(changes)
     config = CONFIGS[changes.pop("config", "default")]
     odd = dist.get_rank() == 1
     with a_group() as group:
         for number, operator in enumerate(OPERATORS):
-            words = [value[number] if isinstance(value, tuple) else value for value in (there, elsewhere)]
-            usual = Projection(operator, **USUAL, exact=True, group=group)
-            case = Projection(operator, **USUAL | changes, group=group) if odd else usual
+            values = [value[number] if isinstance(value, tuple) else value for value in (odd_value, usual_value)]
+            usual = Projection(operator, **BASE, exact=True, group=group)
+            case = Projection(operator, **BASE | changes, group=group) if odd else usual
             error = failure_of(case.call, config=config if odd else None)
             assert type(error) is ValueError, repr(error)
-            parts = [f"{operator}: the ranks disagree", f"{fields[number]} is ", "on ranks 0, 2", "on rank 1"]
-            assert all(f"{part}" in str(error) for part in parts + words), f"{parts + words} in {error}"
+            fragments = [f"{operator}: the ranks disagree", f"{fields[number]} is ", "on ranks 0, 2", "on rank 1"]
+            assert all(f"{part}" in str(error) for part in fragments + values), f"{fragments + values} in {error}"
             usual.check(usual.run())
         del group, usual, case
 
 
-# Another way to call than the usual one, which rank 1 takes; both are known.
-KNOWN = {
+# Changes of rank 1's call to one that is also cached.
+CACHED = {
     "positions": dict(positions=40),
     "sequences": dict(batch=1),
     "n": dict(n=5),
@@ -132,12 +132,12 @@ KNOWN = {
 }
 
 
-def is_not_fooled_by_a_known_plan(operator, what):
-    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
-    changes = dict(KNOWN[what])
+def detects_mismatch_of_cached_plans(operator, name):
+    """Check that different cached calls fail. No consensus check runs for them; only the signals can detect it."""
+    changes = dict(CACHED[name])
     configs = [UlyssesConfig(tiles=FLAT), changes.pop("config", UlyssesConfig(tiles=FLAT))]
     with a_group() as group:
-        cases = [Projection(operator, **USUAL | change, exact=True, group=group) for change in ({}, changes)]
+        cases = [Projection(operator, **BASE | change, exact=True, group=group) for change in ({}, changes)]
         for case, config in [*zip(cases, configs)] * 2:
             case.check({"output": case.call(config=config).detach()})
         dist.barrier()
@@ -145,25 +145,27 @@ def is_not_fooled_by_a_known_plan(operator, what):
         with timeout(1.0):
             error = failure_of(cases[number].call, config=configs[number])
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
-        again = failure_of(cases[number].call, config=configs[number])
-        assert type(again) is type(error), repr(again)
+        second_error = failure_of(cases[number].call, config=configs[number])
+        assert type(second_error) is type(error), repr(second_error)
         del group, cases, case
 
 
-# ---- ranks that do not come ----
+# ---- missing ranks ----
 
 
-# What rank 1 does not come to.
-LOST = [*OPERATORS, "ulysses_qkv backward"]
+# The calls that rank 1 misses.
+MISSED = [*OPERATORS, "ulysses_qkv backward"]
 
 
-def loses_rank_1(ways, timeout_s):
-    """The others say so: of each call, on groups of their own, and whenever asked again."""
+def loses_rank_1(missed_calls, timeout_s):
+    """Kill rank 1; return the errors of the other ranks, one for each call. Each call has its own group."""
     calls = []
-    for way in ways:
-        case = Projection(way.split()[0], **USUAL, exact=True, group=dist.new_group())
+    for missed in missed_calls:
+        case = Projection(missed.split()[0], **BASE, exact=True, group=dist.new_group())
         output = case.call()
-        calls.append(functools.partial(output.backward, case.dy, retain_graph=True) if "backward" in way else case.call)
+        calls.append(
+            functools.partial(output.backward, case.dy, retain_graph=True) if "backward" in missed else case.call
+        )
         for _ in range(2):
             case.check(case.run())
     tdkernels.set_timeout(timeout_s)
@@ -175,6 +177,6 @@ def loses_rank_1(ways, timeout_s):
         start = time.monotonic()
         errors.append(failure_of(call))
         assert time.monotonic() - start < timeout_s + 5.0
-    again = failure_of(calls[0])
-    assert str(again) == str(errors[0])
+    second_error = failure_of(calls[0])
+    assert str(second_error) == str(errors[0])
     return errors

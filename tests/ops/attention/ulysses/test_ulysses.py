@@ -1,17 +1,17 @@
-"""ulysses_qkv and ulysses_out against the projection that is not divided."""
+"""ulysses_qkv and ulysses_out against the unsharded projection."""
 
 import pytest
 import torch
 
-from tests.ops.attention.ulysses import cases as asked
+from tests.ops.attention.ulysses import cases
 from tests.ops.attention.ulysses.cases import BF16, CONFIGS, FP16, FP32, OPERATORS
 from tests.support.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs GPUs, or takes too long without one")
 
-# S / W, K (or K / W) and N / W (or N). In fp32 so few products are exact: a library may add them in an order of its own
-# that is better than twice.
+# S / W, K (or K / W) and N / W (or N). Most fp32 specs use exact integers: with so few summands, the summation order of
+# plain torch may be more than twice as exact by chance.
 SPECS = {
     "odd": dict(dtype=BF16, positions=37, k=51, n=29),
     "one sequence": dict(dtype=FP16, positions=40, k=32, n=48, batch=1),
@@ -30,7 +30,7 @@ LARGE = {
     "fp32, many tiles": dict(dtype=FP32, positions=515, k=200, n=131, batch=3),
 }
 
-# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+# The interpreter is slow, so CPU ranks run a selection.
 ON_CPU = {
     (1, "default"): ["odd", "no positions", "no batch"],
     (1, "torch"): ["one sequence"],
@@ -53,7 +53,7 @@ ON_CPU = {
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
 ])
 def test_everything(world_size, config, spec):
-    on_ranks(world_size, asked.computes, SPECS[spec], config)
+    on_ranks(world_size, cases.computes, SPECS[spec], config)
 
 
 @needs_gpu
@@ -61,34 +61,34 @@ def test_everything(world_size, config, spec):
 @pytest.mark.parametrize("config", ["default", "pushed"])
 @pytest.mark.parametrize("spec", LARGE)
 def test_many_tiles(world_size, config, spec):
-    on_ranks(world_size, asked.computes, LARGE[spec], config)
+    on_ranks(world_size, cases.computes, LARGE[spec], config)
 
 
 def test_layouts():
-    on_ranks(2, asked.takes_any_layout)
+    on_ranks(2, cases.supports_any_layout)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_each_subset_of_gradients(world_size):
-    on_ranks(world_size, asked.computes_only_the_gradients_asked_for)
+def test_subsets_of_gradients(world_size):
+    on_ranks(world_size, cases.computes_subsets_of_gradients)
 
 
 def test_autograd():
-    on_ranks(2, asked.obeys_autograd)
+    on_ranks(2, cases.supports_autograd)
 
 
 def test_compile():
-    on_ranks(2, asked.traces)
+    on_ranks(2, cases.supports_compile)
 
 
 @pytest.mark.parametrize("world_size, dtype", [(2, BF16), (3, FP32)])
-def test_block_of_attention(world_size, dtype):
-    on_ranks(world_size, asked.is_the_block_that_is_not_divided, dtype, 11, 2, 8, 24)
+def test_attention_block(world_size, dtype):
+    on_ranks(world_size, cases.matches_unsharded_attention_block, dtype, 11, 2, 8, 24)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input(world_size):
-    on_ranks(world_size, asked.refuses)
+    on_ranks(world_size, cases.rejects_invalid_arguments)
 
 
 @pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
@@ -96,4 +96,4 @@ def test_bad_input(world_size):
 @pytest.mark.parametrize("config", ["default", "pushed"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_cuda_graph(operator, config, world_size):
-    on_ranks(world_size, asked.replays_with_new_data, operator, config)
+    on_ranks(world_size, cases.replays_with_new_data, operator, config)

@@ -1,4 +1,4 @@
-"""What all_to_all with ``max_tokens_per_rank`` is asked, as functions of a rank."""
+"""Test bodies for the low-latency all_to_all (``max_tokens_per_rank``). Every rank runs them."""
 
 import random
 import time
@@ -8,178 +8,178 @@ import torch.distributed as dist
 
 import tdkernels
 from tests.ops.collectives.cases import same
-from tests.ops.experts.dispatch.all_to_all_cases import FP32, KINDS, AsyncCollective, config_of, splits_of
-from tests.ops.experts.dispatch.low_latency_cases import goes_straight, launches_of
+from tests.ops.experts.dispatch.all_to_all_cases import FP32, KINDS, AllToAllCase, config_of, splits_of
+from tests.ops.experts.dispatch.low_latency_cases import record_launches, run_low_latency
 from tests.support.ranks import a_group, device
 from tests.test_protocol import failure_of, poison
 
 
-def most_of(exchange):
-    """The smallest max_tokens_per_rank."""
-    return max(*map(len, exchange.all_x), 1)
+def min_tokens_per_rank(case):
+    """Return the smallest max_tokens_per_rank that a case allows."""
+    return max(*map(len, case.all_x), 1)
 
 
-def straight(exchange, **options):
-    """A call in one launch, checked; what it returns."""
-    most = most_of(exchange)
-    options = {"max_tokens_per_rank": most, **options}
-    out, out_splits, out_scales = goes_straight(exchange.call, **options)
-    exchange.check(out, out_splits, options.get("max_tokens", exchange.world_size * options["max_tokens_per_rank"]))
+def call_low_latency(case, **options):
+    """Make a low-latency call, check the results and return them."""
+    bound = min_tokens_per_rank(case)
+    options = {"max_tokens_per_rank": bound, **options}
+    out, out_splits, out_scales = run_low_latency(case.call, **options)
+    case.check(out, out_splits, options.get("max_tokens", case.world_size * options["max_tokens_per_rank"]))
     return out, out_splits, out_scales
 
 
 def moves(dtypes, experts_each, changes):
-    """Any bits there, and back again where the rows came from."""
+    """Exchange rows of random bits and send them back."""
     config = config_of(changes)
     for seed, (dtype, width) in enumerate(dtypes):
         kind = KINDS[seed % len(KINDS)]
-        exchange = AsyncCollective(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
-        out, out_splits, scales = straight(exchange, config=config)
+        case = AllToAllCase(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
+        out, out_splits, scales = call_low_latency(case, config=config)
         assert scales is None
-        of_ranks = out_splits.view(exchange.world_size, -1).sum(1)
-        most = max(exchange.of_ranks().sum(0).max().item(), 1)
-        back, back_splits, _ = goes_straight(
-            tdkernels.all_to_all, x=out[: exchange.num_rows], splits=of_ranks, max_tokens_per_rank=most, config=config
+        of_ranks = out_splits.view(case.world_size, -1).sum(1)
+        bound = max(case.of_ranks().sum(0).max().item(), 1)
+        back, back_splits, _ = run_low_latency(
+            tdkernels.all_to_all, x=out[: case.num_rows], splits=of_ranks, max_tokens_per_rank=bound, config=config
         )
-        own = exchange.all_x[exchange.rank]
-        assert same(back[: len(own)], own), f"{kind} {dtype}: the way back"
-        assert same(back_splits, exchange.of_ranks()[exchange.rank].int()), f"{kind} {dtype}: splits of the way back"
+        own = case.all_x[case.rank]
+        assert same(back[: len(own)], own), f"{kind} {dtype}: way back"
+        assert same(back_splits, case.of_ranks()[case.rank].int()), f"{kind} {dtype}: splits of way back"
 
 
-def sends_scales_along(scales):
+def sends_scales(scales):
     for seed, (dtype, shape) in enumerate(scales):
-        exchange = AsyncCollective(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
-        all_scales = [exchange.draw(len(x), shape[0] if shape else 1, dtype) for x in exchange.all_x]
+        case = AllToAllCase(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
+        all_scales = [case.draw(len(x), shape[0] if shape else 1, dtype) for x in case.all_x]
         all_scales = [scales if shape else scales.flatten() for scales in all_scales]
-        _, _, out_scales = straight(exchange, scales=all_scales[exchange.rank].to(device()))
-        assert same(out_scales[: exchange.num_rows], exchange.received(all_scales)), f"scales {dtype} {shape}"
+        _, _, out_scales = call_low_latency(case, scales=all_scales[case.rank].to(device()))
+        assert same(out_scales[: case.num_rows], case.received(all_scales)), f"scales {dtype} {shape}"
 
 
-def has_a_gradient(dtype, experts_each, changes):
-    """The rows of the gradient go back where the rows came from, by the tables that the one launch has made."""
-    exchange = AsyncCollective(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
-    exchange.x.requires_grad_()
-    out, _, _ = straight(exchange, config=config_of(changes))
-    all_dx = [exchange.draw(len(x), 20, dtype) for x in exchange.all_x]
+def computes_gradient(dtype, experts_each, changes):
+    """Gradient rows are sent back to the ranks of the rows, by the routing that the low-latency launch computed."""
+    case = AllToAllCase(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
+    case.x.requires_grad_()
+    out, _, _ = call_low_latency(case, config=config_of(changes))
+    all_dx = [case.draw(len(x), 20, dtype) for x in case.all_x]
     dout = torch.full(out.shape, torch.nan, dtype=dtype, device=device())
-    dout[: exchange.num_rows] = exchange.received(all_dx).to(device())
+    dout[: case.num_rows] = case.received(all_dx).to(device())
     for times in (1, 2):
         out.backward(dout, retain_graph=True)
         tdkernels.synchronize()
-        assert same(exchange.x.grad, times * all_dx[exchange.rank]), f"dx {dtype}"
+        assert same(case.x.grad, times * all_dx[case.rank]), f"dx {dtype}"
 
 
-def counts_first(config, most):
-    """Where tokens are too many for one launch, or a config says so, the same rows come by the other way."""
-    exchange = AsyncCollective(splits_of("any", 2, seed=4), 12, seed=4)
-    (out, out_splits, _), direct = launches_of(exchange.call, max_tokens_per_rank=most, config=config)
-    assert direct and not any(direct)
-    exchange.check(out, out_splits, exchange.world_size * most)
+def falls_back_to_two_phase(config, bound):
+    """For many tokens, or if the config says so, a bounded call uses the two-phase exchange, with the same rows."""
+    case = AllToAllCase(splits_of("any", 2, seed=4), 12, seed=4)
+    (out, out_splits, _), low_latency = record_launches(case.call, max_tokens_per_rank=bound, config=config)
+    assert low_latency and not any(low_latency)
+    case.check(out, out_splits, case.world_size * bound)
 
 
-def keeps_to_a_capacity(experts_each):
-    exchange = AsyncCollective(splits_of("any", experts_each, seed=1), 12, seed=1)
-    needed, bound = exchange.of_ranks().sum(0).max().item(), most_of(exchange)
-    straight(exchange, max_tokens=needed)
-    error = failure_of(exchange.call, max_tokens=needed - 1, max_tokens_per_rank=bound)
-    if error is None:  # on a GPU it is told later
+def respects_capacity(experts_each):
+    case = AllToAllCase(splits_of("any", experts_each, seed=1), 12, seed=1)
+    needed, bound = case.of_ranks().sum(0).max().item(), min_tokens_per_rank(case)
+    call_low_latency(case, max_tokens=needed)
+    error = failure_of(case.call, max_tokens=needed - 1, max_tokens_per_rank=bound)
+    if error is None:  # on a GPU the error is raised later
         error = failure_of(tdkernels.synchronize)
     assert type(error) is ValueError and f"all_to_all: max_tokens={needed - 1} is too small" in str(error), repr(error)
     failure_of(tdkernels.synchronize)
-    straight(exchange)
+    call_low_latency(case)
 
 
-def refuses_splits(what, offender):
-    """Those of one rank are wrong: all are told whose, and the next call is right."""
-    exchange = AsyncCollective(splits_of("any", seed=5), 8, seed=5)
-    right, bound = exchange.own_splits, most_of(exchange) + 1
+def rejects_invalid_splits(what, offender):
+    """If one rank has invalid splits, every rank raises an error that names it, and the next call is correct."""
+    case = AllToAllCase(splits_of("any", seed=5), 8, seed=5)
+    right, bound = case.own_splits, min_tokens_per_rank(case) + 1
     if dist.get_rank() == offender:
         if what == "negative":
-            exchange.own_splits = torch.tensor([-1, right.sum() + 1, *[0] * (len(right) - 2)], device=device())
+            case.own_splits = torch.tensor([-1, right.sum() + 1, *[0] * (len(right) - 2)], device=device())
         else:
-            exchange.own_splits = right + 1
-    error = failure_of(exchange.call, max_tokens_per_rank=bound)
+            case.own_splits = right + 1
+    error = failure_of(case.call, max_tokens_per_rank=bound)
     if error is None:
         error = failure_of(tdkernels.synchronize)
-    words = f"all_to_all: splits of rank {offender} are negative or do not add up to the rows of its x"
-    assert type(error) is ValueError and words in str(error), repr(error)
+    message = f"all_to_all: splits of rank {offender} are negative or do not add up to the rows of its x"
+    assert type(error) is ValueError and message in str(error), repr(error)
     assert (f"; here splits {list(right.shape)}, " in str(error)) == (dist.get_rank() == offender), str(error)
     failure_of(tdkernels.synchronize)
-    exchange.own_splits = right
-    straight(exchange, max_tokens_per_rank=bound)
+    case.own_splits = right
+    call_low_latency(case, max_tokens_per_rank=bound)
 
 
-def refuses_too_many_rows(config):
-    """On whichever rank they are, all are told whose, and how many."""
-    exchange = AsyncCollective(splits_of("one has none", seed=1), 8, seed=1)
-    rows = [len(x) for x in exchange.all_x]
-    most = max(rows)
-    offender = rows.index(most)
-    assert rows.count(most) == 1
+def rejects_too_many_rows(config):
+    """If a rank exceeds the bound, every rank raises an error that names the rank and its number of rows."""
+    case = AllToAllCase(splits_of("one has none", seed=1), 8, seed=1)
+    rows = [len(x) for x in case.all_x]
+    bound = max(rows)
+    offender = rows.index(bound)
+    assert rows.count(bound) == 1
     for _ in range(2):
-        error = failure_of(exchange.call, max_tokens_per_rank=most - 1, config=config)
+        error = failure_of(case.call, max_tokens_per_rank=bound - 1, config=config)
         if error is None:
             error = failure_of(tdkernels.synchronize)
-        mine = f"all_to_all: x [{most}, 8] has more rows than max_tokens_per_rank = {most - 1}"
-        theirs = f"all_to_all: rank {offender} has {most} tokens, more than max_tokens_per_rank"
+        own_message = f"all_to_all: x [{bound}, 8] has more rows than max_tokens_per_rank = {bound - 1}"
+        peer_message = f"all_to_all: rank {offender} has {bound} tokens, more than max_tokens_per_rank"
         assert type(error) is ValueError, repr(error)
-        assert theirs in str(error) or (dist.get_rank() == offender and mine in str(error)), str(error)
-        failure_of(tdkernels.synchronize)  # rank ``offender`` may be told twice
-    out, out_splits, _ = exchange.call(max_tokens_per_rank=most, config=config)
-    exchange.check(out, out_splits, exchange.world_size * most)
+        assert peer_message in str(error) or (dist.get_rank() == offender and own_message in str(error)), str(error)
+        failure_of(tdkernels.synchronize)  # rank ``offender`` may raise the error twice
+    out, out_splits, _ = case.call(max_tokens_per_rank=bound, config=config)
+    case.check(out, out_splits, case.world_size * bound)
 
 
-def endures(calls, most_rows, seed):
-    """Random splits, between which ranks wait at random and all memory is filled with NaNs."""
+def stress(calls, most_rows, seed):
+    """Make calls with random splits and random delays on each rank, and fill all memory with NaN in between."""
     world_size = dist.get_world_size()
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+    rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     for call in range(calls):
-        experts, width, dtype = of_all.choice([(world_size, 24, torch.bfloat16), (2 * world_size, 9, FP32)])
-        splits = [[of_all.choice([0, of_all.randrange(most_rows)]) for _ in range(experts)] for _ in range(world_size)]
-        exchange = AsyncCollective(splits, width, dtype, seed=seed + call)
-        if of_all.random() < 0.2:
+        experts, width, dtype = rng.choice([(world_size, 24, torch.bfloat16), (2 * world_size, 9, FP32)])
+        splits = [[rng.choice([0, rng.randrange(most_rows)]) for _ in range(experts)] for _ in range(world_size)]
+        case = AllToAllCase(splits, width, dtype, seed=seed + call)
+        if rng.random() < 0.2:
             poison()
-        time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
+        time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.01)]))
         bound = 2 * world_size * most_rows
-        out, out_splits, _ = exchange.call(max_tokens_per_rank=bound)
-        if of_all.random() < 0.2:
-            poison()  # what we got is ours and does not change with the workspace
-        exchange.check(out, out_splits, world_size * bound)
+        out, out_splits, _ = case.call(max_tokens_per_rank=bound)
+        if rng.random() < 0.2:
+            poison()  # results must not alias the workspace
+        case.check(out, out_splits, world_size * bound)
 
 
 def uses_subgroups():
     rank = dist.get_rank()
-    with a_group([0, 1]) as low, a_group([1, 2, 3]) as most:
-        for group, members in ((low, [0, 1]), (most, [1, 2, 3])):
+    with a_group([0, 1]) as low, a_group([1, 2, 3]) as high:
+        for group, members in ((low, [0, 1]), (high, [1, 2, 3])):
             if rank in members:
                 splits = [[1 + i + j for j in range(len(members))] for i in range(len(members))]
-                straight(AsyncCollective(splits, 16, seed=members[0], rank=members.index(rank)), group=group)
-        del low, most, group
+                call_low_latency(AllToAllCase(splits, 16, seed=members[0], rank=members.index(rank)), group=group)
+        del low, high, group
 
 
-def disagrees():
-    exchange = AsyncCollective(splits_of("any"), 16, FP32, values="exact")
+def reports_disagreement():
+    case = AllToAllCase(splits_of("any"), 16, FP32, values="exact")
     with a_group() as group:
-        error = failure_of(exchange.call, max_tokens_per_rank=50 + (dist.get_rank() == 1), group=group)
+        error = failure_of(case.call, max_tokens_per_rank=50 + (dist.get_rank() == 1), group=group)
         assert type(error) is ValueError, repr(error)
-        words = "all_to_all: the ranks disagree: "
-        assert words in str(error) and "max_tokens_per_rank is " in str(error) and "on rank 1" in str(error), str(error)
-        straight(exchange, group=group)
+        for message in ("all_to_all: the ranks disagree: ", "max_tokens_per_rank is ", "on rank 1"):
+            assert message in str(error), str(error)
+        call_low_latency(case, group=group)
         del group
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself."""
-    exchange = AsyncCollective(splits_of("any", seed=6), 8)
-    for most in (0, -1, 1.0, True, "2", 1 << 30):
-        error = failure_of(exchange.call, max_tokens_per_rank=most)
-        words = "all_to_all: max_tokens_per_rank must be a positive integer"
-        assert type(error) is ValueError and words in str(error), repr(error)
-    straight(exchange)
+def rejects_invalid_arguments():
+    """Each rank rejects an invalid bound locally, before any launch."""
+    case = AllToAllCase(splits_of("any", seed=6), 8)
+    for bound in (0, -1, 1.0, True, "2", 1 << 30):
+        error = failure_of(case.call, max_tokens_per_rank=bound)
+        message = "all_to_all: max_tokens_per_rank must be a positive integer"
+        assert type(error) is ValueError and message in str(error), repr(error)
+    call_low_latency(case)
 
 
-def is_captured(bound=40):
-    """A graph that is replayed with other rows, and other splits."""
+def replays_in_cuda_graph(bound=40):
+    """Replay a captured call with other rows and other splits."""
     x = torch.zeros(bound, 24, dtype=torch.bfloat16, device=device())
     splits = torch.zeros(2 * dist.get_world_size(), dtype=torch.int64, device=device())
 
@@ -187,10 +187,10 @@ def is_captured(bound=40):
         table = splits_of("any", 2, seed)
         for row in table:
             row[seed % len(row)] += bound - sum(row)
-        exchange = AsyncCollective(table, 24, seed=seed)
-        x.copy_(exchange.x)
-        splits.copy_(exchange.own_splits)
-        return exchange
+        case = AllToAllCase(table, 24, seed=seed)
+        x.copy_(case.x)
+        splits.copy_(case.own_splits)
+        return case
 
     fill(0)
     tdkernels.all_to_all(x, splits, max_tokens_per_rank=bound)
@@ -198,7 +198,7 @@ def is_captured(bound=40):
     with torch.cuda.graph(graph):
         out, out_splits, _ = tdkernels.all_to_all(x, splits, max_tokens_per_rank=bound)
     for seed in (1, 2, 1):
-        exchange = fill(seed)
+        case = fill(seed)
         out.fill_(torch.nan)
         graph.replay()
-        exchange.check(out, out_splits, exchange.world_size * bound)
+        case.check(out, out_splits, case.world_size * bound)

@@ -1,4 +1,4 @@
-"""What ep_dispatch and ep_combine are asked, as functions that every rank runs. test_dispatch.py asks."""
+"""Test bodies for ep_dispatch and ep_combine. Every rank runs them; test_dispatch.py starts them."""
 
 import contextlib
 import time
@@ -30,23 +30,23 @@ def config_of(changes):
 
 
 def tokens_of(tokens):
-    """Of each rank of the world: a number for all, or as the list begins."""
+    """Return the number of tokens of each rank: one number for all ranks, or the first entries of a list."""
     world_size = dist.get_world_size()
     return [tokens] * world_size if isinstance(tokens, int) else tokens[:world_size]
 
 
 def case_of(tokens, k, experts_each, width, dtype=BF16, **options):
-    """A case of the world; k "all" are as many choices as experts."""
+    """Return a case for the world group; k "all" stands for the number of experts."""
     k = experts_each * dist.get_world_size() if k == "all" else k
     options.setdefault("local_world_size", group_state(resolve_group()).local_world_size)
     return Routed(tokens_of(tokens), k, experts_each * dist.get_world_size(), width, dtype, **options)
 
 
-# ---- what it computes ----
+# ---- forward and gradients ----
 
 
 def computes(spec, changes):
-    """Forward and every gradient of a dispatch and a combine of one routing."""
+    """Check forward and all gradients of a dispatch and a combine with the same routing."""
     case = case_of(**spec)
     config = config_of(changes)
     combine = config.combine if config else "per_rank"
@@ -61,14 +61,14 @@ def computes(spec, changes):
     check_gradients_of_combine(case, y, expert_out)
 
 
-def arrives(spec):
+def dispatches_tokens(spec):
     case = case_of(**spec)
     recv, _ = case.dispatch()
     case.check_received(recv)
 
 
 def check_gradients_of_dispatch(case, recv, combine):
-    """dx adds up the gradients of the token's rows; topk_weights' have only moved."""
+    """Check that dx is the sum over the rows of each token, and that the gradient of topk_weights is only moved."""
     d_rows = case.draw(case.all_ids.numel(), case.all_x.shape[1], case.dtype)
     d_weights = case.draw(case.all_ids.numel(), 1, FP32)
     dx, dw = torch.autograd.grad(
@@ -82,7 +82,7 @@ def check_gradients_of_dispatch(case, recv, combine):
 
 
 def expected_gradients_of_combine(case, all_dy, weights):
-    """What rows [R, H] get, to the bit, and what weights [T, k] get, in fp64 and as plain torch has it."""
+    """Return the gradient of the rows [R, H], bitwise, and of the weights [T, k] in fp64 and in plain torch."""
     weights = torch.ones(case.valid.shape) if weights is None else weights
     dy_of_rows = case.received(all_dy).float()
     d_rows = (dy_of_rows * case.by_row(weights).float()[:, None]).to(all_dy.dtype)
@@ -103,7 +103,7 @@ def check_gradients_of_combine(case, y, expert_out):
 
 
 def moves_any_bits(dtypes, changes):
-    """Every bit of every payload, whatever number it would be, and odd widths."""
+    """Check that payloads of random bits arrive bitwise, for several dtypes and odd widths."""
     for seed, (dtype, width) in enumerate(dtypes):
         case = case_of([4, 0, 5, 2], 2, 2, width, dtype, values="bits", seed=seed)
         recv, _ = case.dispatch(weighted=seed % 2 == 0, config=config_of(changes))
@@ -134,14 +134,14 @@ def takes_any_layout(changes):
         y = tdkernels.ep_combine(layout(case.expert_out()), handle)
         case.check_combined(y, combine=combine)
         for tensor, was in zip((x, ids, weights), before, strict=True):
-            assert same(tensor, was.cpu()), f"{name}: an operand was written to"
+            assert same(tensor, was.cpu()), f"{name}: an operand was modified"
     ones = torch.ones((), device=device()).expand(case.x.shape)
     recv, _ = tdkernels.ep_dispatch(ones, case.ids, num_experts=case.experts, config=config)
     assert same(recv.x, torch.ones(case.num_rows, 24)), "strides of zero"
 
 
 def weights_are_optional(changes):
-    """None are 1, given to neither; given to the combine alone they are the sum's, and their gradient comes."""
+    """Without weights all weights are 1. Weights passed only to the combine scale its sum and get a gradient."""
     case = case_of(UNEVEN, 3, 3, 17, out_width=40, out_dtype=FP16, seed=2)
     config = config_of(changes)
     combine = config.combine if config else "per_rank"
@@ -159,7 +159,7 @@ def weights_are_optional(changes):
 
 
 def combine_takes_other_weights(changes):
-    """Those given to the combine count for that one, not those of the dispatch."""
+    """Weights passed to the combine take precedence over the weights of the dispatch, for this combine only."""
     case, other = (case_of(UNEVEN, 2, 2, 9, weights=dtype, seed=3) for dtype in (FP32, BF16))
     other.all_weights = torch.where(other.valid, 2.0, torch.nan).to(BF16)
     _, handle = case.dispatch(config=config_of(changes))
@@ -168,12 +168,12 @@ def combine_takes_other_weights(changes):
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
 
 
-def combine_takes_changed_weights(changes):
-    """Weights that were changed in place since the dispatch count as they are, those of other ranks' rows too."""
+def combine_uses_weights_changed_in_place(changes):
+    """The combine uses the current values of weights that were changed in place after the dispatch, on all ranks."""
     case = case_of(UNEVEN, 2, 2, 9, weights=FP32, seed=3)
     config = config_of(changes)
     combine = config.combine if config else "per_rank"
-    case.weights = case.weights.clone()  # it may be a part of all_weights
+    case.weights = case.weights.clone()  # it may be a view of all_weights
     _, handle = case.dispatch(config=config)
     case.weights.mul_(2)
     case.all_weights = case.all_weights * 2
@@ -183,8 +183,8 @@ def combine_takes_changed_weights(changes):
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
 
 
-def uses_the_handle_again(changes):
-    """Other rows with other weights go the same ways, whatever their width and dtype; gradients too."""
+def reuses_the_handle(changes):
+    """A handle routes other rows and weights, of any width and dtype, and their gradients."""
     case, other = (
         case_of(UNEVEN, 3, 3, width, dtype, weights=weights, seed=4)
         for width, dtype, weights in ((16, BF16, FP32), (37, FP32, BF16))
@@ -204,14 +204,14 @@ def uses_the_handle_again(changes):
         other.check_combined(y, combine=combine)
         check_gradients_of_dispatch(other, recv, combine)
         check_gradients_of_combine(other, y, expert_out)
-        handle_of_nothing = tdkernels.ep_dispatch(case.x, again)[1]  # which is of the same routing, without weights
-        unweighted = tdkernels.ep_combine(case.expert_out(), handle_of_nothing)
+        unweighted_handle = tdkernels.ep_dispatch(case.x, again)[1]  # the same routing, without weights
+        unweighted = tdkernels.ep_combine(case.expert_out(), unweighted_handle)
         case.check_combined(unweighted, weighted=False, combine=combine)
-    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)  # its own weights
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)  # the weights of ``case``
 
 
-def adds_in_order(dtype, changes):
-    """Numbers whose sum depends on the order and on where it is rounded, weighted by such as leave them as they are."""
+def reduces_in_fixed_order(dtype, changes):
+    """Check the order and the rounding of sums bitwise. The weights are powers of two, so that scaling is exact."""
     case = case_of([4, 2, 5, 3], 4, 3, 50, dtype, values="normal", seed=16)
     case.all_weights = 2.0 ** torch.randint(-2, 3, case.valid.shape, generator=case.generator)
     case.weights = case.all_weights[case.mine].to(device())
@@ -222,13 +222,13 @@ def adds_in_order(dtype, changes):
     assert same(y, expected), f"{case.title}, {changes}"
 
 
-def is_within_the_bound(dtype, changes):
+def is_within_error_bound(dtype, changes):
     spec = dict(tokens=[5, 3, 0, 4], k=4, experts_each=4, width=96, dtype=dtype, values="normal", ids="distinct")
     computes(spec, changes)
 
 
-def adds_up_gradients(changes):
-    """What is used twice gets the sum of both gradients, and a graph can be gone through twice."""
+def accumulates_gradients(changes):
+    """A tensor used twice gets the sum of both gradients, and a retained graph can run backward twice."""
     case = case_of(UNEVEN, 2, 2, 12, FP32, seed=5)
     case.x.requires_grad_()
     case.weights.requires_grad_()
@@ -241,7 +241,7 @@ def adds_up_gradients(changes):
     once = torch.autograd.grad([first, second], [case.x, case.weights], dys, retain_graph=True)
     again = torch.autograd.grad([first, second], [case.x, case.weights], dys)
     tdkernels.synchronize()
-    # y is the sum of weights times x, so with the sum of a token's weights: 2 * s * x and s * x.
+    # Each y is a multiple of x. With s, the sum of a token's weights, they are 2 * s * x and s * x.
     x, weights = case.all_x[case.mine].double(), case.all_weights[case.mine].where(case.valid[case.mine], 0.0).double()
     dy = 2 * first_dy[case.mine].double() + second_dy[case.mine].double()
     dx = dy * weights.sum(1, keepdim=True)
@@ -251,8 +251,8 @@ def adds_up_gradients(changes):
         case.check_numbers("dtopk_weights", got[1], dw, dw.float())
 
 
-def sends_only_what_is_asked_for():
-    """A gradient that nobody needs is neither computed nor sent."""
+def sends_only_required_gradients():
+    """A gradient that is not required is neither computed nor sent."""
     case = case_of(3, 2, 2, 8, FP32, seed=6)
     sent = []
 
@@ -278,8 +278,8 @@ def sends_only_what_is_asked_for():
             sent.clear()
             (recv.x.sum() + recv.topk_weights.sum()).backward()
             assert sent == expected, f"{sent} for x {wants_x} and weights {wants_weights}"
-            choices = case.valid[case.mine].sum(1, keepdim=True).float()
-            assert not wants_x or same(x.grad, choices.expand(x.shape))
+            assignments = case.valid[case.mine].sum(1, keepdim=True).float()
+            assert not wants_x or same(x.grad, assignments.expand(x.shape))
             assert not wants_weights or same(weights.grad, case.valid[case.mine].float())
             assert wants_x or x.grad is None
         _, handle = case.dispatch()
@@ -303,7 +303,7 @@ def sends_only_what_is_asked_for():
             assert wants_rows or rows.grad is None
 
 
-def leaves_no_graph_under_no_grad():
+def builds_no_graph_under_no_grad():
     case = case_of(3, 2, 2, 8, FP32)
     case.x.requires_grad_()
     case.weights.requires_grad_()
@@ -318,7 +318,7 @@ def leaves_no_graph_under_no_grad():
     assert not recv.x.requires_grad and not tdkernels.ep_combine(recv.x, handle).requires_grad
 
 
-def refuses_second_derivatives():
+def rejects_second_derivatives():
     case = case_of(3, 2, 2, 8, FP32)
     case.x.requires_grad_()
     recv, handle = case.dispatch()
@@ -329,8 +329,8 @@ def refuses_second_derivatives():
         torch.autograd.grad(tdkernels.ep_combine(rows, handle).sum(), rows, create_graph=True)
 
 
-def keeps_what_it_needs():
-    """Where tokens go is known when the dispatch has been made, whatever becomes of the ids."""
+def allows_overwriting_operands():
+    """The ids and x may be overwritten after the call; a later combine and backward do not read them."""
     case = case_of(UNEVEN, 3, 3, 16, FP32, seed=15)
     case.x.requires_grad_()
     ids = case.ids.clone()
@@ -351,13 +351,13 @@ def keeps_what_it_needs():
     case.check_numbers("dx of dispatch", dx, *case.combined(d_rows, None))
 
 
-# ---- a layer made of it ----
+# ---- a whole layer ----
 
 
-def is_a_layer(weights_in, seed, changes):
-    """A mixture of experts, its tokens and experts divided between ranks, against the whole of it, all gradients.
+def matches_unsharded_layer(weights_in, seed, changes):
+    """Compare output and all gradients of a mixture of experts, sharded over the ranks, with the unsharded layer.
 
-    Everything is a small integer, so sums are exact in whatever order: each gradient is equal.
+    All values are small integers, so sums are exact in any order and gradients are compared for equality.
     """
     width, hidden, each, k = 6, 5, 2, 3 if dist.get_world_size() > 1 else 2
     case = case_of([5, 0, 3, 4], k, each, width, FP32, ids="distinct", seed=seed)
@@ -366,7 +366,7 @@ def is_a_layer(weights_in, seed, changes):
     def ternary(*shape):
         return torch.randint(-1, 2, shape, generator=case.generator).double()
 
-    # A gate without a softmax keeps to integers.
+    # A gate without softmax keeps all values integers.
     whole = {
         "x": ternary(sum(case.tokens), width), "gate": ternary(case.experts, width),
         "up": ternary(case.experts, hidden, width), "down": ternary(case.experts, width, hidden),
@@ -386,7 +386,7 @@ def is_a_layer(weights_in, seed, changes):
         own["x"], case.ids, None if by_combine else weights, num_experts=case.experts, config=config_of(changes)
     )
     rows = experts(recv.x, recv.splits.tolist(), own["up"], own["down"])
-    if weights_in == "experts":  # which multiply by what has come along; nothing is left to weigh
+    if weights_in == "experts":  # the experts apply the received weights, so the combine uses ones
         rows = rows * recv.topk_weights[:, None]
         y = tdkernels.ep_combine(rows, handle, torch.ones_like(weights).detach())
     else:
@@ -404,7 +404,7 @@ def is_a_layer(weights_in, seed, changes):
     expected.backward(dy)
     assert torch.equal(y.detach().cpu().double(), expected[case.mine].detach()), f"y of rank {rank} of {world_size}"
     gate = own["gate"].grad.cpu().double()
-    if world_size > 1:  # each rank has that of its own tokens
+    if world_size > 1:  # each rank has the gradient from its own tokens
         gate = own["gate"].grad.clone()
         dist.all_reduce(gate)
         gate = gate.cpu().double()
@@ -414,11 +414,11 @@ def is_a_layer(weights_in, seed, changes):
         assert torch.equal(got, wanted), f"d{name} of rank {rank} of {world_size}: {(got - wanted).abs().max()}"
 
 
-# ---- the same bits ----
+# ---- determinism ----
 
 
-def gives_the_same_bits():
-    """Whoever sends and receives, and whenever: sums are in an order of their own."""
+def is_bitwise_deterministic():
+    """Results are bitwise equal for any number of senders and receivers and any timing, as the sum order is fixed."""
     case = case_of([3, 2, 4, 1], 3, 2, 40, values="normal", seed=7)
     expert_out = case.expert_out()
     all_dy = case.draw(sum(case.tokens), 40, BF16)
@@ -442,11 +442,11 @@ def gives_the_same_bits():
             assert same(other, first), f"{name} has other bits the second time"
 
 
-# ---- at most so many rows ----
+# ---- capacity ----
 
 
-def keeps_to_a_capacity(changes):
-    """Just enough, and more than enough: the same in the first rows, and what is in the others is nobody's business."""
+def respects_capacity(changes):
+    """With an exact and with a larger capacity, the first rows are as without one; the other rows are ignored."""
     case = case_of(UNEVEN, 3, 3, 24, FP32, seed=8)
     combine = "per_rank" if changes is None else changes.get("combine", "per_rank")
     for capacity in (max(case.capacity()), 100):
@@ -463,40 +463,40 @@ def keeps_to_a_capacity(changes):
         d_out, dw = torch.autograd.grad(y, [expert_out, case.weights], all_dy[case.mine].to(device()))
         d_rows, exact, low = expected_gradients_of_combine(case, all_dy, case.all_weights)
         assert same(d_out[: case.num_rows], d_rows), "dexpert_out"
-        assert not d_out[case.num_rows :].any(), "rows that no token has take part in no sum"
+        assert not d_out[case.num_rows :].any(), "unused rows must not have a gradient"
         case.check_numbers("dtopk_weights of combine", dw, exact, low)
 
-        d_choices = case.draw(case.all_ids.numel(), 24, FP32)
+        d_assignments = case.draw(case.all_ids.numel(), 24, FP32)
         d_recv = torch.full((capacity, 24), torch.nan, device=device())
-        d_recv[: case.num_rows] = d_choices[case.order].to(device())
+        d_recv[: case.num_rows] = d_assignments[case.order].to(device())
         d_weights = torch.full((capacity,), torch.nan, device=device())
         d_weights[: case.num_rows] = 3.0
         dx, dw = torch.autograd.grad([recv.x, recv.topk_weights], [case.x, case.weights], [d_recv, d_weights])
         tdkernels.synchronize()
-        case.check_numbers("dx of dispatch", dx, *case.combined(d_choices, None, combine))
+        case.check_numbers("dx of dispatch", dx, *case.combined(d_assignments, None, combine))
         assert same(dw, torch.where(case.valid, 3.0, 0.0)[case.mine]), "dtopk_weights of dispatch"
 
 
-def told(case, **options):
-    """The error of a dispatch that cannot be; on a GPU it may come after the call, which then has sent nothing."""
+def dispatch_error(case, **options):
+    """Return the error of an invalid dispatch. On a GPU it may be raised after the call, which then sent no rows."""
     received = []
     error = failure_of(lambda: received.append(case.dispatch(**options)[0]))
-    assert not any(recv.splits.any() for recv in received), "rows are said to have come"
+    assert not any(recv.splits.any() for recv in received), "splits are not zero"
     return error
 
 
-def refuses_what_is_too_much(spec, which):
-    """One row less than is needed: all ranks are told, once, and the next call is right."""
+def rejects_overflow(spec, limit):
+    """If the capacity is one row too small, every rank raises the error once, and the next call is correct."""
     case = case_of(**spec)
     rows, staged = case.capacity()
-    needed = (rows, staged)[which]
-    assert needed > (rows, staged)[1 - which], "this is to be decided by one of them"
-    for _ in range(2):  # both halves
-        error = told(case, max_tokens=needed - 1)
+    needed = (rows, staged)[limit]
+    assert needed > (rows, staged)[1 - limit], "only one of the two limits must be exceeded"
+    for _ in range(2):  # both buffers of the workspace
+        error = dispatch_error(case, max_tokens=needed - 1)
         assert type(error) is ValueError, repr(error)
-        for words in (f"ep_dispatch: max_tokens={needed - 1} is too small", f"{rows} rows", f"{staged} tokens"):
-            assert words in str(error), f"{words} in {error}"
-        tdkernels.synchronize()  # says it once only
+        for message in (f"ep_dispatch: max_tokens={needed - 1} is too small", f"{rows} rows", f"{staged} tokens"):
+            assert message in str(error), f"{message} in {error}"
+        tdkernels.synchronize()  # does not raise the error again
     recv, handle = case.dispatch(max_tokens=needed)
     case.check_received(recv, capacity=needed)
     expert_out = torch.zeros(needed, case.all_x.shape[1], dtype=case.dtype, device=device())
@@ -506,16 +506,16 @@ def refuses_what_is_too_much(spec, which):
     case.check_received(recv)
 
 
-def refusal(case, offender, wrong):
-    """What this rank is told of an id of a rank."""
-    words = f"ep_dispatch: topk_ids of rank {offender} are out of range: "
-    words += f"each must be from 0 to {case.experts - 1}, or -1 for none"
+def invalid_id_message(case, offender, wrong):
+    """Return the message that this rank raises for an invalid id on rank ``offender``."""
+    message = f"ep_dispatch: topk_ids of rank {offender} are out of range: "
+    message += f"each must be from 0 to {case.experts - 1}, or -1 for none"
     mine = dist.get_rank() == offender
-    return f"{words}; here topk_ids {list(case.ids.shape)} has {wrong}" if mine else words
+    return f"{message}; here topk_ids {list(case.ids.shape)} has {wrong}" if mine else message
 
 
-def refuses_wrong_ids(wrong, where, id_dtype, changes):
-    """One id of one rank: all are told whose, once, and the next call is right."""
+def rejects_invalid_ids(wrong, where, id_dtype, changes):
+    """If one rank has an invalid id, every rank raises an error that names the rank, once; the next call is correct."""
     case = case_of(UNEVEN, 3, 3, 8, seed=9)
     offender = [rank for rank, tokens in enumerate(case.tokens) if tokens][where]
     right = case.ids
@@ -525,9 +525,9 @@ def refuses_wrong_ids(wrong, where, id_dtype, changes):
         case.ids = right.to(id_dtype).clone()
         if dist.get_rank() == offender:
             case.ids[where, 1] = wrong
-        error = told(case, max_tokens=max_tokens, config=config)
+        error = dispatch_error(case, max_tokens=max_tokens, config=config)
         assert type(error) is ValueError, repr(error)
-        assert str(error) == refusal(case, offender, wrong), str(error)
+        assert str(error) == invalid_id_message(case, offender, wrong), str(error)
         tdkernels.synchronize()
         case.ids = right
         recv, handle = case.dispatch(config=config)
@@ -535,18 +535,18 @@ def refuses_wrong_ids(wrong, where, id_dtype, changes):
         case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
 
 
-# ---- codes and scales ----
+# ---- quantization and scales ----
 
 
-def quantized(x):
-    """(codes, scales) of rows, by plain torch."""
+def quantize_ref(x):
+    """Return (codes, scales) of rows, in plain torch."""
     width = x.shape[1]
     quanta = torch.nn.functional.pad(x.float(), (0, -width % 128)).unflatten(1, (-1, 128))
-    most = quanta.abs().amax(2)
-    most = torch.where(most > 0, most.clamp(min=2.0**-118), 448.0)
-    largest = torch.full_like(most, 448.0)  # a tensor: a GPU would multiply by the reciprocal of a number
-    codes = (quanta * (largest / most)[..., None]).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :width], most / largest
+    amax = quanta.abs().amax(2)
+    amax = torch.where(amax > 0, amax.clamp(min=2.0**-118), 448.0)
+    fp8_max = torch.full_like(amax, 448.0)  # a tensor, since a GPU multiplies by the reciprocal of a scalar divisor
+    codes = (quanta * (fp8_max / amax)[..., None]).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :width], amax / fp8_max
 
 
 def quantizes(width, dtype, changes):
@@ -555,11 +555,11 @@ def quantizes(width, dtype, changes):
     magnitudes = torch.tensor([1.0, 1e-4, 300.0, 0.0, 2.0**-130 if dtype == FP32 else 2.0**-14])
     case.all_x = (case.all_x.float() * magnitudes[torch.arange(total) % 5, None]).to(dtype)
     if width > 128:
-        case.all_x[:, 128:256] = 0.0  # codes of 0 and a scale of 1 among others
+        case.all_x[:, 128:256] = 0.0  # a block with codes 0 and scale 1
     case.x = case.all_x[case.mine].to(device())
     recv, handle = case.dispatch(quantize="fp8", config=config_of(changes))
     tdkernels.synchronize()
-    codes, scales = quantized(case.all_x)
+    codes, scales = quantize_ref(case.all_x)
     assert same(recv.scales, case.received(scales)), f"scales: {case.title}"
     assert same(recv.x, case.received(codes)), f"codes: {case.title}"
     assert same(recv.topk_weights, case.by_row(case.all_weights)), f"topk_weights: {case.title}"
@@ -571,20 +571,20 @@ def quantized_rows_have_no_gradient():
     case.x.requires_grad_()
     with pytest.raises(ValueError, match='quantize="fp8" has no gradient'):
         case.dispatch(quantize="fp8")
-    codes, _ = quantized(case.all_x)
+    codes, _ = quantize_ref(case.all_x)
     with torch.no_grad():
         recv, _ = case.dispatch(quantize="fp8")
     assert same(recv.x, case.received(codes))
     case.x = case.x.detach()
-    case.weights.requires_grad_()  # which have one, as ever
+    case.weights.requires_grad_()  # the weights still have a gradient
     recv, _ = case.dispatch(quantize="fp8")
     assert not recv.x.requires_grad and not recv.scales.requires_grad
     recv.topk_weights.backward(torch.full_like(recv.topk_weights, 2.0))
     assert same(case.weights.grad, torch.where(case.valid, 2.0, 0.0)[case.mine])
 
 
-def sends_scales_along(scales, changes):
-    """Of any dtype and number, to the bit, with rows of codes."""
+def sends_scales(scales, changes):
+    """Scales of any dtype and shape arrive bitwise with rows of fp8 codes."""
     for seed, (dtype, shape) in enumerate(scales):
         case = case_of([4, 0, 2, 5], 2, 2, 20, torch.float8_e4m3fn, values="bits", seed=seed)
         all_scales = case.draw(sum(case.tokens), shape[0] if shape else 1, dtype)
@@ -596,11 +596,11 @@ def sends_scales_along(scales, changes):
         assert same(recv.scales, case.received(all_scales)), f"scales {dtype} {shape}"
 
 
-# ---- what cannot be ----
+# ---- invalid arguments ----
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself; then everything is as before."""
+def rejects_invalid_arguments():
+    """Each rank rejects invalid arguments locally, before any launch; later calls are correct."""
     case = case_of(4, 2, 3, 8)
     x, ids, weights, experts = case.x, case.ids, case.weights, case.experts
     recv, handle = case.dispatch()
@@ -666,10 +666,10 @@ def refuses():
         (combine, dict(config=EpConfig(num_warps=3)), ValueError, "config cannot run: num_warps"),
     ]
     if world_size > 1:
-        words = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
-        table.append((dispatch, dict(num_experts=experts + 1), ValueError, words))
-    for function, changes, kind, words in table:
-        with pytest.raises(kind, match=words) as caught:
+        message = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
+        table.append((dispatch, dict(num_experts=experts + 1), ValueError, message))
+    for function, changes, kind, message in table:
+        with pytest.raises(kind, match=message) as caught:
             function(**changes)
         assert "group" in changes or str(caught.value).startswith(f"ep_{function.__name__}: "), str(caught.value)
     with pytest.raises(ValueError, match="topk_weights"):
@@ -683,25 +683,25 @@ def refuses():
     case.check_combined(combine(handle=handle))
 
 
-# ---- in halves ----
+# ---- separate send and receive ----
 
 
-def comes_in_halves(changes, options):
-    """The same as whole calls, whatever is done in between, and whoever is late for which half."""
+def sends_and_receives_separately(changes, options):
+    """Separate send and receive give the results of whole calls, with other work in between and late ranks."""
     case = case_of(UNEVEN, 3, 3, 33, FP16, seed=11)
     rank = dist.get_rank()
     config = config_of(changes)
     combine = config.combine if config else "per_rank"
     expected = case.dispatch(config=config, **options)[0]
-    for turn in range(2):
-        time.sleep(0.1 if turn == rank else 0.0)
+    for late_rank in range(2):
+        time.sleep(0.1 if late_rank == rank else 0.0)
         sent = tdkernels.ep_dispatch_send(
             case.x, case.ids, case.weights, num_experts=case.experts, config=config, **options
         )
         total = torch.ones(3, device=device())
         dist.all_reduce(total) if dist.get_world_size() > 1 else None
         assert total.tolist() == [dist.get_world_size()] * 3
-        time.sleep(0.1 if turn == rank + 1 else 0.0)
+        time.sleep(0.1 if late_rank == rank + 1 else 0.0)
         recv, handle = sent.receive()
         tdkernels.synchronize()
         for name, got, whole in zip(recv._fields, recv, expected, strict=True):
@@ -710,15 +710,15 @@ def comes_in_halves(changes, options):
         expert_out = case.all_out.new_zeros(recv.x.shape[0], 33).to(device())
         expert_out[: case.num_rows] = case.expert_out()
         sent = tdkernels.ep_combine_send(expert_out, handle)
-        between, _ = case.dispatch(config=config, **options)  # the way there is free
+        between, _ = case.dispatch(config=config, **options)  # allowed, since no dispatch is pending
         y = sent.receive()
         case.check_combined(y, combine=combine)
         assert same(y, tdkernels.ep_combine(expert_out, handle).cpu()), "y"
-        assert same(between.x[: case.num_rows], expected.x[: case.num_rows].cpu()), "a dispatch between the halves"
+        assert same(between.x[: case.num_rows], expected.x[: case.num_rows].cpu()), "dispatch between send and receive"
 
 
-def halves_are_taken_in_turn():
-    """What is sent has to be received before anything else is sent the same way."""
+def requires_receive_before_next_send():
+    """A pending dispatch (combine) must be received before the next dispatch (combine) is sent."""
     case = case_of(UNEVEN, 2, 3, 16, seed=12)
     recv, handle = case.dispatch()
     expert_out = case.expert_out()
@@ -750,8 +750,8 @@ def halves_are_taken_in_turn():
     case.check_combined(tdkernels.ep_combine(expert_out, handle))
 
 
-def a_half_is_received_once():
-    """By whom it was sent for, also where another of the same routing is under way."""
+def receives_only_once():
+    """A dispatch can be received only once, even if another one with the same routing is pending."""
     case = case_of(UNEVEN, 2, 3, 16, seed=13)
     handle = case.dispatch()[1]
     other = case.x + 1
@@ -765,7 +765,7 @@ def a_half_is_received_once():
     assert same(recv.x, case.received(case.all_x + 1))
 
 
-def halves_have_no_gradient():
+def separate_phases_have_no_gradient():
     case = case_of(3, 2, 2, 8, FP32, seed=14)
     x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
     _, handle = case.dispatch()
@@ -784,53 +784,53 @@ def halves_have_no_gradient():
     case.check_received(recv)
     case.check_combined(y)
     case.weights = weights
-    handle = case.dispatch()[1]  # whose weights require a gradient, which the combine would have
+    handle = case.dispatch()[1]  # the combine would have a gradient, since the weights require one
     with pytest.raises(ValueError, match="_send: separate send and receive have no gradient"):
         tdkernels.ep_combine_send(case.expert_out(), handle)
 
 
-# ---- by torch's collectives ----
+# ---- torch backend ----
 
-BY_TORCH = EpConfig(method="torch")
+TORCH = EpConfig(method="torch")
 
 
 @contextlib.contextmanager
 def without_symmetric_memory():
-    """Within, nothing may ask for a workspace of experts."""
+    """Fail if the operators for experts allocate a workspace within this context."""
 
-    def refuse(*_, **__):
-        raise AssertionError("a workspace was asked for")
+    def fail(*_, **__):
+        raise AssertionError("a workspace was requested")
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (ep_launch, counting, low_latency, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine):
-            patch.setattr(module, "get_workspace", refuse)
+            patch.setattr(module, "get_workspace", fail)
         yield
 
 
 def needs_no_symmetric_memory(spec):
-    """Nor NVSHMEM, between nodes."""
+    """The torch backend needs no symmetric memory, and no NVSHMEM between nodes."""
     with without_symmetric_memory():
         computes(spec, {"method": "torch", "combine": "per_expert"})
 
 
-def refuses_what_torch_cannot():
-    """Another way back than there; on each rank by itself, and the next call is right."""
+def rejects_mixed_backends():
+    """Each rank rejects a combine whose backend differs from that of the dispatch; the next call is correct."""
     case = case_of(UNEVEN, 2, 3, 16, seed=17)
-    handles = {config: case.dispatch(config=config)[1] for config in (BY_TORCH, EpConfig(**SMALL))}
+    handles = {config: case.dispatch(config=config)[1] for config in (TORCH, EpConfig(**SMALL))}
     rows = case.expert_out()
     for config, other in zip(handles, reversed(handles), strict=True):
-        words = f'ep_combine: config has method "{other.method}", but the dispatch .* went by "{config.method}"'
-        with pytest.raises(ValueError, match=words):
+        message = f'ep_combine: config has method "{other.method}", but the dispatch .* went by "{config.method}"'
+        with pytest.raises(ValueError, match=message):
             tdkernels.ep_combine(rows, handles[config], config=other)
-        combine = "per_expert" if config is BY_TORCH else "per_rank"
+        combine = "per_expert" if config is TORCH else "per_rank"
         case.check_combined(tdkernels.ep_combine(rows, handles[config], config=config), combine=combine)
 
 
-def comes_in_halves_by_torch():
-    """The first does it all; also by a handle, and where torch has been chosen for the dispatch."""
+def torch_backend_sends_and_receives_separately():
+    """The send phase does all the work, for a call with a handle and for one that selects the torch backend."""
     case = case_of(UNEVEN, 2, 3, 16, seed=22)
-    for handle in (case.dispatch(config=BY_TORCH)[1], case.ids):
-        options = {} if handle is not case.ids else {"num_experts": case.experts, "config": BY_TORCH}
+    for handle in (case.dispatch(config=TORCH)[1], case.ids):
+        options = {} if handle is not case.ids else {"num_experts": case.experts, "config": TORCH}
         recv, again = tdkernels.ep_dispatch_send(case.x, handle, case.weights, **options).receive()
         assert again._routing.method == "torch"
         case.check_received(recv)
@@ -838,13 +838,13 @@ def comes_in_halves_by_torch():
         case.check_combined(sent.receive(), combine="per_expert")
 
 
-def makes_the_same_codes():
-    """As our kernels, of numbers that are none, too, and of every magnitude."""
+def torch_backend_quantizes_identically():
+    """Both backends quantize to the same bits, for values of any magnitude and for NaN."""
     case = case_of(UNEVEN, 2, 3, 300, FP32, values="normal", seed=23)
     case.x *= 2.0 ** torch.randint(-140, 120, case.x.shape, generator=case.generator).float().to(device())
     case.x[:, 5::131] = torch.nan
     case.x[:, 256:] = 0.0
-    ours, torchs = (case.dispatch(quantize="fp8", config=config)[0] for config in (EpConfig(**SMALL), BY_TORCH))
+    ours, torchs = (case.dispatch(quantize="fp8", config=config)[0] for config in (EpConfig(**SMALL), TORCH))
     tdkernels.synchronize()
     numbers = ~ours.x.float().isnan()
     assert torch.equal(numbers, ~torchs.x.float().isnan()) and not numbers.all()
@@ -852,62 +852,65 @@ def makes_the_same_codes():
     assert torch.equal(ours.x.view(torch.uint8)[numbers], torchs.x.view(torch.uint8)[numbers])
 
 
-def tells_of_what_each_has_seen():
-    """Ranks that differ in what all of them have seen before: where ids are counted, they are told each time."""
+def torch_backend_reports_mixed_cached_calls():
+    """A mismatch between calls that all ranks have cached is reported, since each dispatch exchanges counts."""
     case = case_of(UNEVEN, 2, 3, 16, seed=24)
-    odd = dist.get_rank() == 1
+    differs = dist.get_rank() == 1
     calls = {
-        "max_tokens": lambda other: case.dispatch(config=BY_TORCH, max_tokens=90 if other else 80),
+        "max_tokens": lambda other: case.dispatch(config=TORCH, max_tokens=90 if other else 80),
         "dtype": lambda other: tdkernels.ep_dispatch(
-            case.x.half() if other else case.x, case.ids, num_experts=case.experts, config=BY_TORCH
+            case.x.half() if other else case.x, case.ids, num_experts=case.experts, config=TORCH
         ),
     }
     for name, call in calls.items():
         call(False), call(True)
-        error = failure_of(lambda call=call: call(odd))
+        error = failure_of(lambda call=call: call(differs))
         assert type(error) is ValueError and f"the ranks disagree: {name} is" in str(error), repr(error)
         call(True)
 
 
-def tells_of_different_rows_by_torch():
-    """torch would hang or mix up rows of different sizes, of which no rank has seen any yet; the next call is right."""
+def torch_backend_reports_different_rows():
+    """Rows of different sizes on different ranks are reported, where torch would hang or mix them up.
+
+    None of these calls is cached. The next call is correct.
+    """
     case = case_of(UNEVEN, 2, 3, 16, FP32, seed=21)
-    odd = dist.get_rank() == 1
-    _, handle = case.dispatch(config=BY_TORCH)
+    differs = dist.get_rank() == 1
+    _, handle = case.dispatch(config=TORCH)
     rows = case.expert_out()
     for call in (
-        lambda: tdkernels.ep_dispatch(case.x[:, : 7 if odd else 9], handle),
-        lambda: tdkernels.ep_dispatch(case.x[:, :5].to(BF16 if odd else FP16), handle),
-        lambda: tdkernels.ep_dispatch(case.x[:, :3], handle, case.weights if odd else None),
-        lambda: tdkernels.ep_combine(rows[:, :5].to(BF16 if odd else FP16), handle),
+        lambda: tdkernels.ep_dispatch(case.x[:, : 7 if differs else 9], handle),
+        lambda: tdkernels.ep_dispatch(case.x[:, :5].to(BF16 if differs else FP16), handle),
+        lambda: tdkernels.ep_dispatch(case.x[:, :3], handle, case.weights if differs else None),
+        lambda: tdkernels.ep_combine(rows[:, :5].to(BF16 if differs else FP16), handle),
     ):
         error = failure_of(call)
         assert type(error) is ValueError and "the ranks disagree" in str(error), repr(error)
         case.check_combined(tdkernels.ep_combine(rows, handle), combine="per_expert")
 
 
-def tells_all_ranks_by_torch():
-    """Too many rows, too many tokens, and ranks that disagree."""
+def torch_backend_reports_errors_on_all_ranks():
+    """Too many rows, too many tokens and a disagreement are reported on all ranks."""
     case = case_of(UNEVEN, 2, 3, 16, seed=18)
     rows, _ = case.capacity()
     too_many = max(case.tokens) - 1
-    for options, words in (
+    for options, message in (
         ({"max_tokens": rows - 1}, f"ep_dispatch: max_tokens={rows - 1} is too small: a rank receives {rows} rows"),
         ({"max_tokens_per_rank": too_many}, f"has {too_many + 1} tokens, more than max_tokens_per_rank"),
         ({"max_tokens": rows + dist.get_rank()}, "ep_dispatch: the ranks disagree"),
     ):
-        if "disagree" in words and dist.get_world_size() == 1:
+        if "disagree" in message and dist.get_world_size() == 1:
             continue
-        error = failure_of(lambda options=options: case.dispatch(config=BY_TORCH, **options))
-        assert type(error) is ValueError and words in str(error), repr(error)
-        recv, handle = case.dispatch(config=BY_TORCH)
+        error = failure_of(lambda options=options: case.dispatch(config=TORCH, **options))
+        assert type(error) is ValueError and message in str(error), repr(error)
+        recv, handle = case.dispatch(config=TORCH)
         case.check_received(recv)
         case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine="per_expert")
 
 
-def takes_a_bound_by_torch():
+def torch_backend_takes_max_tokens_per_rank():
     case = case_of(UNEVEN, 2, 3, 16, seed=19)
-    recv, handle = case.dispatch(config=BY_TORCH, max_tokens_per_rank=max(case.tokens))
+    recv, handle = case.dispatch(config=TORCH, max_tokens_per_rank=max(case.tokens))
     capacity = dist.get_world_size() * max(case.tokens) * 2
     case.check_received(recv, capacity=capacity)
     expert_out = case.all_out.new_zeros(capacity, 16).to(device())
@@ -915,14 +918,14 @@ def takes_a_bound_by_torch():
     case.check_combined(tdkernels.ep_combine(expert_out, handle), combine="per_expert")
 
 
-def goes_by_torch_where_chosen():
-    """As the group has found to be best, which is known once the rows are: whatever could be called before still can.
+def uses_selected_torch_backend():
+    """If tuning selected the torch backend, calls without an explicit config use it and still take any arguments.
 
-    Halves, and calls for which the host does not wait, go by our kernels all the same.
+    Separate send and receive, and calls without a host wait, still use the kernels.
     """
     case = case_of(UNEVEN, 2, 3, 16, seed=20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route, "choose_config", lambda *_: BY_TORCH)
+        patch.setattr(route, "choose_config", lambda *_: TORCH)
         assert case.dispatch(max_tokens=60)[1]._routing.method == "fused"
         recv, handle = case.dispatch()
         assert handle._routing.method == "torch"
@@ -941,8 +944,8 @@ def goes_by_torch_where_chosen():
 # ---- torch.compile ----
 
 
-def layer_of(handles):
-    """A function to compile, with something before, between and after the operators."""
+def make_layer(handles):
+    """Return a function to compile, with other operators before, between and after dispatch and combine."""
 
     def layer(x, ids, weights):
         recv, handle = tdkernels.ep_dispatch(2 * x, ids, weights, num_experts=4)
@@ -952,10 +955,10 @@ def layer_of(handles):
     return layer
 
 
-def runs_between_graphs():
+def compiles_with_graph_breaks():
     case = case_of([3, 5], 2, 2, 8, FP32)
     results = []
-    for layer in (layer_of([]), torch.compile(layer_of([]), backend="aot_eager")):
+    for layer in (make_layer([]), torch.compile(make_layer([]), backend="aot_eager")):
         x = case.x.clone().requires_grad_()
         weights = torch.full(case.ids.shape, 0.5, device=device(), requires_grad=True)
         y = layer(x, case.ids, weights)

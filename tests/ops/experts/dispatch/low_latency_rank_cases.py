@@ -1,6 +1,6 @@
-"""What holds between the ranks of a dispatch with ``max_tokens_per_rank``, as functions that every rank runs.
+"""Test bodies for the synchronization between ranks in the low-latency dispatch (``max_tokens_per_rank``).
 
-test_low_latency.py asks.
+Every rank runs them; test_low_latency.py starts them.
 """
 
 import time
@@ -11,28 +11,28 @@ import tdkernels
 from tdkernels import EpConfig, PeerTimeoutError, PlanMismatchError
 from tests.ops.experts.dispatch import rank_cases
 from tests.ops.experts.dispatch.cases import SMALL, case_of, config_of
-from tests.ops.experts.dispatch.low_latency_cases import bound_of, goes_straight, there_and_back
+from tests.ops.experts.dispatch.low_latency_cases import dispatch_and_combine, min_tokens_per_rank, run_low_latency
 from tests.ops.experts.dispatch.oracle import FP32, Routed
-from tests.ops.experts.dispatch.rank_cases import USUAL, check_disagreement, padded
+from tests.ops.experts.dispatch.rank_cases import BASE_SPEC, check_disagreement, padded
 from tests.support.ranks import a_group
 from tests.test_protocol import failure_of, in_any_order, timeout
 
 
-def endures(calls, most_tokens, seed):
-    """Most calls take the one launch, and some count before they send."""
+def stress(calls, most_tokens, seed):
+    """Make random calls, most of them low-latency and some two-phase."""
 
-    def dispatch(case, config, of_all):
-        if of_all.random() < 0.2:
-            return rank_cases.counted(case, config, of_all)
+    def dispatch(case, config, rng):
+        if rng.random() < 0.2:
+            return rank_cases.two_phase_dispatch(case, config, rng)
         bounds = {"max_tokens_per_rank": most_tokens, "max_tokens": max(*case.capacity(), 1)}
-        recv, handle = goes_straight(case.dispatch, config=config, **bounds)
+        recv, handle = run_low_latency(case.dispatch, config=config, **bounds)
         return recv, handle, recv.x.shape[0]
 
-    rank_cases.endures(calls, most_tokens, seed, dispatch)
+    rank_cases.stress(calls, most_tokens, seed, dispatch)
 
 
-def outruns_its_peers(calls):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+def runs_ahead_of_peers(calls):
+    """Make calls with new data back to back, so that ranks run ahead of each other."""
     cases = [case_of([4, 6, 3, 5], 2, 2, 24, ids="any", seed=seed) for seed in range(calls)]
     options = {"config": config_of(SMALL), "max_tokens_per_rank": 6}
     for case in cases[:2]:
@@ -47,14 +47,14 @@ def outruns_its_peers(calls):
         case.check_combined(y)
 
 
-def grows(widths):
+def grows_workspace(widths):
     handles = []
     for seed, (tokens, width) in enumerate(widths):
         case = case_of(tokens, 2, 2, width, FP32, seed=seed)
-        there_and_back(case)
-        recv, handle = case.dispatch(max_tokens_per_rank=bound_of(case))
+        dispatch_and_combine(case)
+        recv, handle = case.dispatch(max_tokens_per_rank=min_tokens_per_rank(case))
         handles.append((case, handle, recv.x.shape[0]))
-    for case, handle, capacity in handles:  # which know nothing of memory that is no more
+    for case, handle, capacity in handles:  # handles stay valid after the workspace has been replaced
         case.check_combined(tdkernels.ep_combine(padded(case.expert_out(), capacity), handle))
 
 
@@ -65,51 +65,51 @@ def uses_subgroups():
             for group, members in ((low, [0, 1]), (high, [1, 2])):
                 if rank in members:
                     case = Routed([3 + members[0], 2], 2, 4, 16, seed=members[0], rank=members.index(rank))
-                    there_and_back(case, group=group)
+                    dispatch_and_combine(case, group=group)
         del low, high, group
 
 
-# What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
+# Options of rank 1 of three; then the reported field, its value on rank 1 and on the others.
 DISAGREEMENTS = {
     "bound": (dict(max_tokens_per_rank=9), "max_tokens_per_rank", 9, 3),
     "capacity": (dict(max_tokens=50), "max_tokens", 50, 18),
     "quantize": (dict(quantize="fp8"), "quantize", "true", "false"),
     "weights": (dict(weighted=False), "weighted", "false", "true"),
-    "direct": (dict(config=EpConfig(**SMALL, direct_tokens=5)), "config", "direct_tokens=5", "direct_tokens=256"),
+    "config": (dict(config=EpConfig(**SMALL, direct_tokens=5)), "config", "direct_tokens=5", "direct_tokens=256"),
 }
 
 
-def disagrees(what):
-    changes, field, there, elsewhere = DISAGREEMENTS[what]
-    odd = dist.get_rank() == 1
-    case = Routed([3] * 3, **USUAL)
-    options = {"max_tokens_per_rank": 3, "max_tokens": 18, "config": config_of(SMALL), **(changes if odd else {})}
+def reports_disagreement(what):
+    changes, field, odd_value, common_value = DISAGREEMENTS[what]
+    differs = dist.get_rank() == 1
+    case = Routed([3] * 3, **BASE_SPEC)
+    options = {"max_tokens_per_rank": 3, "max_tokens": 18, "config": config_of(SMALL), **(changes if differs else {})}
     with a_group() as group:
         error = failure_of(case.dispatch, group=group, **options)
-        check_disagreement(error, field, there, elsewhere)
-        there_and_back(case, group=group)
+        check_disagreement(error, field, odd_value, common_value)
+        dispatch_and_combine(case, group=group)
         del group
 
 
-# Two ways to call, both known, of which rank 1 takes the other.
-KNOWN = {
+# Two cached calls each. Rank 1 then makes the second and the other ranks make the first.
+CACHED_CALLS = {
     "bound": (dict(max_tokens_per_rank=3), dict(max_tokens_per_rank=4)),
-    "counted": (dict(max_tokens_per_rank=3), dict(max_tokens=18)),
+    "two-phase": (dict(max_tokens_per_rank=3), dict(max_tokens=18)),
     "codes": (dict(max_tokens_per_rank=3), dict(max_tokens_per_rank=3, quantize="fp8")),
 }
 
 
-def is_not_fooled_by_a_known_plan(what):
-    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
+def detects_mismatch_of_cached_plans(what):
+    """If ranks mix two cached calls, the consensus check is skipped, and the plan ids in the signals reveal it."""
     with a_group() as group:
-        case = Routed([3] * 3, **USUAL)
-        for options in KNOWN[what] * 2:
+        case = Routed([3] * 3, **BASE_SPEC)
+        for options in CACHED_CALLS[what] * 2:
             recv, _ = case.dispatch(group=group, **options)
             tdkernels.synchronize()
             if "quantize" not in options:
                 case.check_received(recv, capacity=recv.x.shape[0])
         dist.barrier()
-        options = KNOWN[what][dist.get_rank() == 1]
+        options = CACHED_CALLS[what][dist.get_rank() == 1]
         with timeout(1.0):
             error = failure_of(case.dispatch, group=group, **options)
         assert isinstance(error, PlanMismatchError | PeerTimeoutError) and "ep_dispatch" in str(error), repr(error)
@@ -119,10 +119,10 @@ def is_not_fooled_by_a_known_plan(what):
 
 
 def loses_rank_1(leave, timeout_s):
-    """Rank 1 is gone before it has counted; the others say so, now and whenever asked again."""
+    """Rank 1 dies before it sends its counts; the others time out, in later calls as well."""
     case = case_of(3, 2, 2, 16)
     for _ in range(2):
-        there_and_back(case)
+        dispatch_and_combine(case)
     tdkernels.set_timeout(timeout_s)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -135,13 +135,13 @@ def loses_rank_1(leave, timeout_s):
     raise error
 
 
-def comes_when_rank_0_has_given_up():
-    """Rank 1 is late. What rank 0 has sent was its own, so the others get all that they are to get."""
+def times_out_on_rank_0():
+    """Rank 1 is late, and rank 0 times out. Rank 0 sends only its own tokens, so the other ranks complete."""
     rank = dist.get_rank()
     with a_group() as group:
-        case = Routed([3] * 3, **USUAL)
+        case = Routed([3] * 3, **BASE_SPEC)
         for _ in range(2):
-            there_and_back(case, group=group)
+            dispatch_and_combine(case, group=group)
         dist.barrier()
         if rank == 1:
             time.sleep(0.9)

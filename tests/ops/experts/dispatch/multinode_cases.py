@@ -1,7 +1,7 @@
-"""What ep_dispatch and ep_combine are asked of groups on several nodes alone, as functions that every rank runs.
+"""Test bodies for ep_dispatch and ep_combine that apply only to multi-node groups. Every rank runs them.
 
-``local`` is how many ranks a simulated node has. What any group is asked they are asked on nodes as well: by
-``tests.support.simulated_nodes.on_nodes``, for which cases.py and rank_cases.py need not know.
+``local`` is the number of ranks of a simulated node. The bodies in cases.py and rank_cases.py also run on simulated
+nodes, without changes, through ``tests.support.simulated_nodes.on_nodes``.
 """
 
 import collections
@@ -20,7 +20,7 @@ from tdkernels.symm.backends.emulated_network import EmulatedNetwork
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.dispatch.cases import SMALL, case_of, config_of
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
-from tests.ops.experts.dispatch.rank_cases import there_and_back
+from tests.ops.experts.dispatch.rank_cases import dispatch_and_combine
 from tests.support.ranks import device
 from tests.support.simulated_nodes import a_group_on_nodes, reseed
 from tests.test_protocol import failure_of, poison, timeout
@@ -28,12 +28,12 @@ from tests.test_protocol import failure_of, poison, timeout
 SEEDS = 50
 
 
-def is_right_on_every_network(combine):
-    """Small calls with nothing between them, each on a network with an order of its own; some count anew."""
+def is_correct_for_any_network_order(combine):
+    """Make small calls back to back, each with another network order; some exchange the counts again."""
     config = config_of({**SMALL, "num_senders": 1, "num_receivers": 1, "combine": combine})
     cases = [case_of([2, 1, 0, 1], 1, 2, 3, FP32), case_of([1, 3, 2, 0], 1, 2, 3, FP32, ids="near")]
     handles = [case.dispatch(config=config)[1] for case in cases]
-    own = random.Random(dist.get_rank())
+    rank_rng = random.Random(dist.get_rank())
     for seed in range(SEEDS):
         reseed(seed)
         case = cases[seed % 2]
@@ -43,20 +43,20 @@ def is_right_on_every_network(combine):
         y = tdkernels.ep_combine(case.expert_out(), handle)
         case.check_received(recv)
         case.check_combined(y, combine=combine)
-        if own.random() < 0.2:
-            time.sleep(own.uniform(0, 0.01))
+        if rank_rng.random() < 0.2:
+            time.sleep(rank_rng.uniform(0, 0.01))
 
 
 def reuses_poisoned_memory():
     for seed in range(3):
         case = case_of([3, 0, 5, 2], 2, 2, 9, seed=seed)
-        there_and_back(case, SMALL)
+        dispatch_and_combine(case, SMALL)
         poison()
-        there_and_back(case, SMALL)
+        dispatch_and_combine(case, SMALL)
 
 
-def repeats_its_bits():
-    """The same bits whatever the network does, forward and backward."""
+def is_bitwise_deterministic():
+    """Forward and backward are bitwise equal for any network order."""
     case = case_of([3, 2, 0, 1], 3, 2, 40, values="normal", seed=7)
     rows = case.expert_out()
     dy = case.draw(sum(case.tokens), 40, BF16)[case.mine].to(device())
@@ -76,68 +76,75 @@ def repeats_its_bits():
 
 @contextlib.contextmanager
 def counted_bytes():
-    """How many this rank puts to each peer, while they are put: {peer: bytes}."""
+    """Count the bytes that this rank puts to each peer within this context: {peer: bytes}."""
     sent = collections.Counter()
     put = EmulatedNetwork.put
 
-    def counted(network, dst, src, num_bytes, peer, *signal):
+    def counting_put(network, dst, src, num_bytes, peer, *signal):
         sent[peer] += num_bytes
         put(network, dst, src, num_bytes, peer, *signal)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatedNetwork, "put", counted)
+        patch.setattr(EmulatedNetwork, "put", counting_put)
         yield sent
 
 
-def crosses_once(local):
-    """Nothing goes by the network but along rails, and a token once for a node, there and back."""
+def sends_once_per_node(local):
+    """Network traffic stays on rails, and each token is sent once per destination node, and returned once."""
     case = case_of([4, 3, 5, 2], 3, 2, 50, FP32, ids="distinct", seed=1)
     rank = dist.get_rank()
     source = torch.repeat_interleave(torch.arange(case.world_size), torch.tensor(case.tokens))
-    with counted_bytes() as there:
+    with counted_bytes() as dispatched:
         handle = case.dispatch()[1]
-    with counted_bytes() as sent:
+    with counted_bytes() as combined:
         tdkernels.ep_combine(case.expert_out(), handle)
     for peer in range(case.world_size):
         if peer == rank or peer % local != rank % local:
-            assert there[peer] == sent[peer] == 0, f"{there[peer]} and {sent[peer]} bytes to rank {peer}"
+            assert dispatched[peer] == combined[peer] == 0, (
+                f"{dispatched[peer]} and {combined[peer]} bytes to rank {peer}"
+            )
             continue
-        is_for = [
+        tokens_for_peer = [
             (case.dest // local == other // local).logical_and(case.valid).any(1) & (source == own)
             for own, other in ((rank, peer), (peer, rank))
         ]
-        going, coming = (int(tokens.sum()) for tokens in is_for)
+        outgoing, incoming = (int(tokens.sum()) for tokens in tokens_for_peer)
         counts = routing.line_bytes(case.experts, case.world_size, local)
         slot = routing.crossing_slot_memory(200, 0, 3, local)
-        assert there[peer] == counts + going * slot, f"{there[peer]} bytes to rank {peer} for {going} tokens"
-        back = routing.sum_slot_memory(200, 3)
-        assert sent[peer] == coming * back, f"{sent[peer]} bytes back to rank {peer} for {coming} tokens"
+        assert dispatched[peer] == counts + outgoing * slot, (
+            f"{dispatched[peer]} bytes to rank {peer} for {outgoing} tokens"
+        )
+        slot = routing.sum_slot_memory(200, 3)
+        assert combined[peer] == incoming * slot, f"{combined[peer]} bytes back to rank {peer} for {incoming} tokens"
 
 
-# ---- ranks that come late or never ----
+# ---- late and missing ranks ----
 
 
-def waits_for_every_part():
-    """Each chunk that rank 1 sends to its node peer comes late, those of the node's own tokens last."""
+def waits_for_all_chunks():
+    """Rank 1 delays each chunk to its peer on the node; chunks with tokens of the node itself come last."""
     case = case_of([4, 3, 2, 2], 2, 2, 9, FP32, ids="near")
     handle = case.dispatch(config=config_of(SMALL))[1]
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
     case.all_out = -case.all_out
     send = kernel_combine.send_chunk
 
-    def slowly(*args):
+    def delayed_send(*args):
         time.sleep(0.02)
         send(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(kernel_combine, "send_chunk", slowly)
+            patch.setattr(kernel_combine, "send_chunk", delayed_send)
         for _ in range(2):
             case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
 
 
-def misses_a_rank(local, missing, when):
-    """The peer whom this rank misses, when one does not come to the counts, the tokens or the sums; None there."""
+def times_out_on_missing_rank(local, missing, when):
+    """Return the peer on which this rank times out if one rank omits a call; None on the missing rank.
+
+    Args:     missing: the rank that omits the call; when: the step of the call, "counts", "tokens" or "sums"
+    """
     with a_group_on_nodes(local) as group:
         case = Routed([2] * dist.get_world_size(), 2, dist.get_world_size(), 8, local_world_size=local)
         handle = case.dispatch(group=group)[1]
@@ -168,8 +175,8 @@ def _calls(case, handle, group):
     }
 
 
-def comes_when_another_has_given_up(local, late, impatient, when):
-    """What each rank gets of a call to which one comes late, and for which another does not wait so long."""
+def times_out_on_late_rank(local, late, short_timeout_rank, when):
+    """Return this rank's outcome of a call if rank ``late`` is late and one rank has a shorter timeout."""
     rank = dist.get_rank()
     with a_group_on_nodes(local) as group:
         case = Routed([3] * dist.get_world_size(), 2, dist.get_world_size(), 8, ids="distinct", local_world_size=local)
@@ -179,7 +186,7 @@ def comes_when_another_has_given_up(local, late, impatient, when):
         dist.barrier()
         if rank == late:
             time.sleep(0.9)
-        with timeout(0.3 if rank == impatient else 2.0):
+        with timeout(0.3 if rank == short_timeout_rank else 2.0):
             try:
                 call()
                 answer = "right"
@@ -191,21 +198,21 @@ def comes_when_another_has_given_up(local, late, impatient, when):
     return answer
 
 
-def disagrees(local):
-    """On the width of x: everybody is told, and the group is as good as before."""
+def reports_disagreement(local):
+    """Every rank reports a disagreement about the width of x, and the group stays usable."""
     with a_group_on_nodes(local) as group:
-        world_size, odd = dist.get_world_size(), dist.get_rank() == 1
-        case = Routed([3] * world_size, 2, world_size, 24 if odd else 16, local_world_size=local)
+        world_size, differs = dist.get_world_size(), dist.get_rank() == 1
+        case = Routed([3] * world_size, 2, world_size, 24 if differs else 16, local_world_size=local)
         error = failure_of(case.dispatch, group=group)
         assert type(error) is ValueError, repr(error)
         assert "ep_dispatch: the ranks disagree: width is 16 on rank" in str(error), str(error)
         case = Routed([3] * world_size, 2, world_size, 16, local_world_size=local)
-        there_and_back(case, group=group)
+        dispatch_and_combine(case, group=group)
         del group
 
 
-def sends_nothing_that_does_not_fit():
-    """With too small a capacity and no host that waits, the kernels run all the same, and send nothing."""
+def sends_nothing_on_overflow():
+    """If the capacity is too small and the host does not wait, the kernels run but send no rows."""
     case = case_of([3, 4, 2, 5], 2, 2, 8, ids="last", seed=4)
     local = case.local_world_size
     with counted_bytes() as sent, pytest.MonkeyPatch.context() as patch:
@@ -215,7 +222,7 @@ def sends_nothing_that_does_not_fit():
         y = tdkernels.ep_combine(torch.full((3, 8), torch.nan, dtype=BF16, device=device()), handle)
         assert not y.any()
     counts = routing.line_bytes(case.experts, case.world_size, local)
-    assert set(sent.values()) == {counts}, f"more than the counts was put: {sent}"
+    assert set(sent.values()) == {counts}, f"bytes other than the counts were sent: {sent}"
     error = failure_of(tdkernels.synchronize)
     assert type(error) is ValueError and "max_tokens=3 is too small" in str(error), repr(error)
-    there_and_back(case)
+    dispatch_and_combine(case)

@@ -1,10 +1,10 @@
-"""What a dispatch and a combine have to give, from the tokens of all ranks, by plain torch on the CPU.
+"""Expected results of a dispatch and a combine, computed from the tokens of all ranks in plain torch on the CPU.
 
     case = Routed([7, 0, 3], k=2, experts=6, width=32)     # tokens of each rank
     recv, handle = case.dispatch()
     case.check_received(recv)
 
-Every rank makes the same operands of all ranks from the seed, so it knows what is to come out on its own.
+Every rank draws the operands of all ranks from the seed, so it computes the expected results without communication.
 """
 
 import torch
@@ -19,20 +19,21 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Routed:
-    """All ranks' tokens, their experts, and what comes of them.
+    """Tokens of all ranks, their routing, and the expected results.
 
-    Args:     tokens: T of each rank; k, experts, width: of all
-              ids: "distinct" experts of a token; "any", which may be twice or -1; "one" for all tokens of all ranks,
-              of their first choice only; "none", all -1; "last", on the last rank only; "near", on a token's own node
-              values: "exact", so small that every sum is exact in every dtype, so that checks ask for equality;
-              "normal"; or any "bits", with all kinds of NaN
-              weights: their dtype; that of a choice of no expert is NaN, since nobody may look at it
-              out_width, out_dtype: of the experts' rows, those of x if None
-              rank: in the group that is used; None means the world
-              local_world_size: ranks of a node; None means all
+    Args:     tokens: T of each rank; k, experts, width: the same on all ranks
+              ids: "distinct" experts of each token; "any", with duplicates and -1; "one" expert for the first
+              assignment of all tokens and -1 for the rest; "none", all -1; "last", experts of the last rank only;
+              "near", experts on the node of the token
+              values: "exact", small integers whose sums are exact in every dtype, so that checks compare for equality;
+              "normal"; or random "bits", including NaNs
+              weights: their dtype; the weight of an assignment with id -1 is NaN, since it must not be read
+              out_width, out_dtype: width and dtype of the experts' rows; None: as x
+              rank: rank in the group of the call; None: rank in the world group
+              local_world_size: ranks per node; None: one node
 
-    x, ids and weights are this rank's, on its device; all_x and so on those of all ranks, on the CPU. ``order`` tells
-    of this rank's rows which choice, token * k + number, each belongs to.
+    x, ids and weights belong to this rank and are on its device; all_x, all_ids and all_weights belong to all ranks
+    and are on the CPU. ``order`` maps each row of this rank to its assignment, token * k + index.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Routed:
         self.dest = torch.where(self.valid, self.all_ids // each, -1)
         here = (self.dest.flatten() == self.rank).nonzero().flatten()
         experts_here = self.all_ids.flatten()[here]
-        # In the order of the ranks, of their tokens and of those's choices, which sorting by expert keeps.
+        # Assignments are ordered by rank, token and index; the stable sort by expert keeps this order.
         self.order = here[torch.sort(experts_here, stable=True).indices]
         self.splits = torch.bincount(experts_here - self.rank * each, minlength=each).int()
         self.num_rows = len(self.order)
@@ -93,7 +94,7 @@ class Routed:
         return drawn.where(self.valid, torch.nan)
 
     def draw(self, rows, width, dtype):
-        """[rows, width] of the kind of values that this case has."""
+        """Return a tensor [rows, width] with the kind of values of this case."""
         if self.values == "normal":
             return torch.randn(rows, width, generator=self.generator).to(dtype)
         if self.values == "exact":
@@ -109,11 +110,11 @@ class Routed:
         )
 
     def expert_out(self):
-        """What this rank's experts have made of its rows: just anything."""
+        """Return arbitrary outputs of this rank's experts, one row for each received row."""
         return self.all_out[self.order].to(device())
 
     def capacity(self):
-        """(rows that any rank receives, tokens that any has to stage, once for each peer) at most."""
+        """Return the maxima over ranks of (rows received, tokens staged, counted once for each peer)."""
         ranks, local = torch.arange(self.world_size), self.local_world_size
         source = torch.repeat_interleave(ranks, torch.tensor(self.tokens))
         going = torch.stack([
@@ -121,8 +122,8 @@ class Routed:
         ], 1)
         rows = torch.bincount(self.dest[self.valid], minlength=self.world_size).max().item()
         rail = ranks % local
-        going = going.where(rail[:, None] != rail[None, :], 0)  # the others come by the network, or stay
-        # What comes back meets at the rank of the source's number on each node.
+        going = going.where(rail[:, None] != rail[None, :], 0)  # tokens of the same rail use the network, or stay
+        # Rows on the way back are collected, on each node, by the rank with the local rank of the source.
         staged = [going.sum(0).max().item()]
         to_node = going.view(self.world_size, -1, local).sum(2)
         staged.append(to_node.view(-1, local, to_node.shape[1]).sum(0).max().item())
@@ -134,45 +135,45 @@ class Routed:
         staged += [crossing.sum(1).max().item(), crossing.view(-1, local, crossing.shape[1]).sum(0).max().item()]
         return rows, max(staged)
 
-    # ---- what is to come out ----
+    # ---- expected results ----
 
-    def received(self, of_all):
-        """This rank's rows of what all ranks' tokens have, [N, …]."""
-        data = of_all.contiguous().view(torch.uint8) if of_all.dtype.itemsize == 1 else of_all
-        return data[self.order // self.k].view(of_all.dtype)
+    def received(self, all_values):
+        """Return this rank's received rows [N, …] of a tensor with one row for each token of all ranks."""
+        data = all_values.contiguous().view(torch.uint8) if all_values.dtype.itemsize == 1 else all_values
+        return data[self.order // self.k].view(all_values.dtype)
 
-    def by_row(self, of_choices):
-        """This rank's rows of what all ranks' choices have, [N, k]."""
-        return of_choices.flatten()[self.order]
+    def by_row(self, per_assignment):
+        """Return this rank's received elements [N] of a tensor [T, k] of all ranks' assignments."""
+        return per_assignment.flatten()[self.order]
 
     def combined(self, out, weights, combine="per_rank", rank=None):
-        """(in fp64, as plain torch has it in the dtype): this rank's tokens' sums of all choices' rows [N * k, H]."""
+        """Return the sums of rows [N * k, H] over the assignments of this rank's tokens, in fp64 and in the dtype."""
         valid, dest = self.valid[self.mine], self.dest[self.mine]
         rows = out.view(sum(self.tokens), self.k, out.shape[1])[self.mine]
         weights = (torch.ones(valid.shape) if weights is None else weights[self.mine]).where(valid, 0.0)
         exact = (rows.double() * weights.double()[..., None]).sum(1)
 
-        def add_up(which, total):
+        def add_up(mask, total):
             for j in range(self.k):
                 term = rows[:, j].float() * weights[:, j : j + 1].float()
-                total = total + term.where(which[:, j : j + 1], 0.0)
+                total = total + term.where(mask[:, j : j + 1], 0.0)
             return total
 
         low = torch.zeros(exact.shape)
         for node in range(self.world_size // self.local_world_size):
             is_ours = node == self.rank // self.local_world_size
             total = self._sum_on_node(node, dest, add_up, torch.zeros(exact.shape), combine, out.dtype)
-            low = low + (total if is_ours else total.to(out.dtype).float())  # rounded where it crosses
+            low = low + (total if is_ours else total.to(out.dtype).float())  # rounded before the inter-node transfer
         return exact, low.to(out.dtype)
 
     def _sum_on_node(self, node, dest, add_up, zeros, combine, dtype):
-        """What a node adds up of this rank's tokens, where the rank of its number is."""
+        """Return the partial sums of this rank's tokens on a node, computed by the node's rank on the same rail."""
         local = self.local_world_size
         if combine == "per_expert":
             return add_up((dest >= 0) & (dest // local == node), zeros)
         total = zeros
         for source in range(node * local, (node + 1) * local):
-            if source % local == self.rank % local:  # what does not cross is not a sum of its own
+            if source % local == self.rank % local:  # added directly, without a rounded partial sum
                 total = add_up(dest == source, total)
             else:
                 total = total + add_up(dest == source, zeros).to(dtype).float()
@@ -181,7 +182,7 @@ class Routed:
     # ---- checks ----
 
     def check_received(self, recv, weighted=True, capacity=None):
-        """``recv`` to the bit; with a capacity in its first rows."""
+        """Compare ``recv`` bitwise; with a capacity, only the used rows."""
         tdkernels.synchronize()
         rows = self.num_rows if capacity is None else capacity
         title = f"{self.title}, rank {self.rank} of {self.world_size}"
@@ -192,10 +193,10 @@ class Routed:
             got, expected = recv.topk_weights.detach(), self.by_row(self.all_weights).float()
             assert got.shape == (rows,) and same(got[: self.num_rows], expected), f"{title}: topk_weights"
         else:
-            assert recv.topk_weights is None, f"{title}: weights from nowhere"
+            assert recv.topk_weights is None, f"{title}: unexpected topk_weights"
 
     def check_numbers(self, name, got, exact, low):
-        """Equal if all sums are exact, else no further off than twice what plain torch is."""
+        """Require equality if all sums are exact; otherwise allow twice the error of plain torch."""
         title = f"{name} of {self.title}, rank {self.rank} of {self.world_size}"
         if self.values == "exact":
             assert got.dtype == low.dtype and got.shape == low.shape, f"{title}: {got.dtype} {list(got.shape)}"

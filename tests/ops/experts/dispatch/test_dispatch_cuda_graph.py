@@ -1,11 +1,11 @@
-"""Dispatch and combine in a CUDA graph: captured once, replayed with tokens that go elsewhere, between eager calls."""
+"""Dispatch and combine in a CUDA graph: captured once, replayed with new routing, between eager calls."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tdkernels
-from tests.ops.experts.dispatch.all_to_all_cases import AsyncCollective
+from tests.ops.experts.dispatch.all_to_all_cases import AllToAllCase
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 from tests.test_protocol import failure_of
@@ -21,7 +21,7 @@ def new_case(seed, ids="any", tokens=(33, 0, 70, 5)):
 
 
 def step(x, ids, weights, dy, **bounds):
-    """A layer whose experts double what they get: (recv, y, dx, dtopk_weights)."""
+    """Run a layer whose experts double their inputs; return (recv, y, dx, dtopk_weights)."""
     recv, handle = tdkernels.ep_dispatch(
         x, ids, weights, num_experts=EXPERTS_EACH * dist.get_world_size(), max_tokens=CAPACITY, **bounds
     )
@@ -30,10 +30,10 @@ def step(x, ids, weights, dy, **bounds):
 
 
 def check_step(case, all_dy, recv, y, dx, dw):
-    """By the whole of it; everything is exact."""
+    """Compare the results of ``step`` with the unsharded layer, for equality."""
     case.check_received(recv, capacity=CAPACITY)
-    twice = 2 * case.all_x.repeat_interleave(K, 0)
-    case.check_numbers("y", y, *case.combined(twice, case.all_weights))
+    doubled = 2 * case.all_x.repeat_interleave(K, 0)
+    case.check_numbers("y", y, *case.combined(doubled, case.all_weights))
     case.check_numbers("dx", dx, *case.combined(2 * all_dy.repeat_interleave(K, 0), case.all_weights))
     dots = 2 * (case.all_x.float() * all_dy.float()).sum(1, keepdim=True).where(case.valid, 0.0)[case.mine]
     case.check_numbers("dtopk_weights", dw, dots.double(), dots)
@@ -44,7 +44,7 @@ def gradient_of(case):
 
 
 def captured(**bounds):
-    """(a graph of a step, the tensors that it reads, what it leaves)."""
+    """Capture a step; return (graph, static inputs, results)."""
     case = new_case(0)
     dy = gradient_of(case)[case.mine].to(device())
     static = [case.x.requires_grad_(), case.ids, case.weights.requires_grad_(), dy]
@@ -79,7 +79,7 @@ def replays_with_new_routing(**bounds):
             graph.replay()
             check_step(fresh, all_dy, recv, *others)
             seed += 1
-        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        # Eager calls of the same and of other sizes must not desynchronize the epochs of the graph and the workspace.
         eager = new_case(seed)
         all_dy = gradient_of(eager)
         own = [eager.x.requires_grad_(), eager.ids, eager.weights.requires_grad_(), all_dy[eager.mine].to(device())]
@@ -90,8 +90,8 @@ def replays_with_new_routing(**bounds):
         other.check_combined(tdkernels.ep_combine(other.expert_out(), handle))
 
 
-def survives_growth():
-    """A graph keeps the buffers that it was captured with when later calls need larger ones."""
+def keeps_buffers_after_workspace_growth():
+    """A graph keeps its captured buffers if later calls need larger ones."""
     graph, static, results = captured()
     large = Routed([400] * dist.get_world_size(), K, EXPERTS_EACH * dist.get_world_size(), 4 * WIDTH, seed=9)
     recv, handle = large.dispatch()
@@ -105,8 +105,8 @@ def survives_growth():
         check_step(fresh, all_dy, *results)
 
 
-def says_when_a_replay_is_too_much(**bounds):
-    """Told once, on all ranks, by a replay whose ids are wrong; the next replay is right."""
+def reports_invalid_ids_of_a_replay(**bounds):
+    """A replay with invalid ids raises an error once, on all ranks; the next replay is correct."""
     graph, static, results = captured(**bounds)
     for seed in (1, 2):
         fresh = new_case(seed)
@@ -122,11 +122,11 @@ def says_when_a_replay_is_too_much(**bounds):
         check_step(fresh, all_dy, *results)
 
 
-def refuses_to_capture():
+def rejects_unsupported_capture():
     case = new_case(0)
     with a_group() as group:
         torch.cuda.synchronize()
-        with pytest.raises(RuntimeError, match="before capture"):  # of a group that knows nothing yet
+        with pytest.raises(RuntimeError, match="before capture"):  # a group without earlier calls
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 case.dispatch(group=group, max_tokens=CAPACITY)
         torch.cuda.synchronize()
@@ -141,17 +141,17 @@ def refuses_to_capture():
         del group, recv
 
 
-def replays_an_exchange():
-    """all_to_all with splits that differ from replay to replay, though their sum is that of the captured rows."""
+def replays_all_to_all():
+    """Replay all_to_all with other splits each time; their sum equals the number of captured rows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def new_exchange(seed):
+    def new_all_to_all_case(seed):
         generator = torch.Generator().manual_seed(seed)
         ends = torch.randint(0, 41, (world_size, world_size - 1), generator=generator).sort(1).values
         edges = torch.nn.functional.pad(torch.nn.functional.pad(ends, (1, 0)), (0, 1), value=40)
-        return AsyncCollective(edges.diff(dim=1).tolist(), 24, FP32, seed=seed)
+        return AllToAllCase(edges.diff(dim=1).tolist(), 24, FP32, seed=seed)
 
-    static = new_exchange(0)
+    static = new_all_to_all_case(0)
     x, splits = static.x, static.own_splits
     for _ in range(2):
         tdkernels.all_to_all(x, splits, max_tokens=40 * world_size)
@@ -160,7 +160,7 @@ def replays_an_exchange():
     with torch.cuda.graph(graph):
         out, out_splits, _ = tdkernels.all_to_all(x, splits, max_tokens=40 * world_size)
     for seed in range(1, 6):
-        fresh = new_exchange(seed)
+        fresh = new_all_to_all_case(seed)
         x.copy_(fresh.all_x[rank])
         splits.copy_(fresh.splits[rank])
         out.fill_(torch.nan)
@@ -175,26 +175,26 @@ def test_replay(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replay_of_one_launch(world_size):
+def test_replay_of_low_latency(world_size):
     on_ranks(world_size, replays_with_new_routing, max_tokens_per_rank=80)
 
 
-def test_growth():
-    on_ranks(2, survives_growth)
+def test_workspace_growth():
+    on_ranks(2, keeps_buffers_after_workspace_growth)
 
 
-def test_replay_of_what_is_wrong():
-    on_ranks(2, says_when_a_replay_is_too_much)
+def test_replay_with_invalid_ids():
+    on_ranks(2, reports_invalid_ids_of_a_replay)
 
 
-def test_replay_of_what_is_wrong_in_one_launch():
-    on_ranks(2, says_when_a_replay_is_too_much, max_tokens_per_rank=70)
+def test_low_latency_replay_with_invalid_ids():
+    on_ranks(2, reports_invalid_ids_of_a_replay, max_tokens_per_rank=70)
 
 
-def test_what_cannot_be_captured():
-    on_ranks(2, refuses_to_capture)
+def test_unsupported_capture():
+    on_ranks(2, rejects_unsupported_capture)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replay_of_an_exchange(world_size):
-    on_ranks(world_size, replays_an_exchange)
+def test_replay_of_all_to_all(world_size):
+    on_ranks(world_size, replays_all_to_all)

@@ -1,4 +1,4 @@
-"""What ep_moe is asked, as functions that every rank runs. test_ep_moe.py asks."""
+"""Test bodies for ep_moe. Every rank runs them; test_ep_moe.py starts them."""
 
 from unittest import mock
 
@@ -12,8 +12,8 @@ from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
-from tests.ops.experts.dispatch.cases import quantized, tokens_of, without_symmetric_memory
-from tests.ops.experts.dispatch.low_latency_cases import launches_of
+from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of, without_symmetric_memory
+from tests.ops.experts.dispatch.low_latency_cases import record_launches
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
 from tests.support import moe_oracle
 from tests.support.dense_oracle import assert_close
@@ -27,19 +27,19 @@ FEW_PROGRAMS = EpConfig(combine="per_expert", num_senders=2, num_receivers=2, ch
 CONFIGS = {
     "default": None,
     "fused": EpMoeConfig(method="fused"),
-    "per expert, torch's product": EpMoeConfig(FEW_PROGRAMS, GroupGemmConfig(method="torch")),
+    "per expert, torch GEMM": EpMoeConfig(FEW_PROGRAMS, GroupGemmConfig(method="torch")),
     "torch": EpMoeConfig(method="torch"),
 }
 
 
 class Layer:
-    """All ranks' tokens and experts, and this rank's part of them.
+    """Tokens and experts of all ranks, and this rank's shards of them.
 
-    Args:     tokens: T of each rank, or a number for all; experts_each: E / W; width, hidden: H and I
-              quantize: whether the tokens are to be what is left of them in fp8
-              routing: of ``Routed``; the rest too
+    Args:     tokens: T of each rank, or one number for all ranks; experts_each: E / W; width, hidden: H and I
+              quantize: whether the expected results use tokens rounded to fp8
+              routing and the remaining arguments: as for ``Routed``
 
-    ``own`` has this rank's operands by name, on its device; ``dy`` the gradient of y.
+    ``own`` maps names to this rank's operands, on its device. ``all_dy`` is the gradient of y of all ranks.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Layer:
             "w_down": weights(width, hidden),
         }
         if quantize:
-            self.whole["x"] = dequantize(*quantized(case.all_x), dtype)
+            self.whole["x"] = dequantize(*quantize_ref(case.all_x), dtype)
         mine = slice(rank * experts_each, (rank + 1) * experts_each)
         self.own = {name: self.whole[name][mine].to(device()) for name in ("w_gate_up", "w_down")}
-        self.own |= {"x": case.x, "topk_weights": case.weights}  # x as it is before it is quantized
+        self.own |= {"x": case.x, "topk_weights": case.weights}  # x before quantization
         self.all_dy = case.draw(sum(tokens), width, dtype)
 
     def call(self, function=tdkernels.ep_moe, **options):
@@ -73,23 +73,23 @@ class Layer:
         return self.own["x"], self.case.ids, *(self.own[name] for name in NAMES[1:])
 
     def run(self, wanted=NAMES, **options):
-        """Forward and backward: y and the gradients of the operands that are wanted, by name."""
+        """Run forward and backward; return y and the gradients of the wanted operands, by name."""
         self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
         y = self.call(**options)
         y.backward(self.all_dy[self.case.mine].to(device()))
         return {"y": y.detach(), **{f"d{name}": self.own[name].grad for name in wanted}}
 
     def check(self, results):
-        """Each of the named results of all ranks, no further from fp64 than twice what plain torch is; collective.
+        """Check that the error of each named result is at most twice the error of plain torch. Collective.
 
-        Of all ranks together: a rank may have so few numbers that plain torch has them right by luck.
+        The results of all ranks are checked together, since plain torch may be exact by chance on a few elements.
         """
         tdkernels.synchronize()
         ranks = [None] * self.case.world_size
         dist.all_gather_object(ranks, {name: got.cpu() for name, got in results.items()}, self.group)
         exact, low = self.expected(torch.double), self.expected(self.dtype)
         for name in results:
-            parts = [of_rank[name] for of_rank in ranks]
+            parts = [results_of_rank[name] for results_of_rank in ranks]
             assert_close(f"{name} of {self.case.title}", torch.cat(parts), exact[name], low[name])
 
     def expected(self, dtype):
@@ -100,11 +100,11 @@ class Layer:
         return moe_oracle.results_of(operands, self.case.all_ids, self.all_dy.to(dtype))
 
 
-# ---- what it computes ----
+# ---- forward and gradients ----
 
 
 def computes(spec, config):
-    """Forward and every gradient; and the specification's forward is the same."""
+    """Check forward and all gradients, and the forward of the reference."""
     layer = Layer(**spec)
     layer.check(layer.run(config=CONFIGS[config]))
     if dist.get_world_size() > 1:
@@ -116,8 +116,8 @@ def needs_no_symmetric_memory(spec):
         computes(spec, "torch")
 
 
-def is_called_again(config):
-    """New tokens, weights and numbers of rows in the same workspaces."""
+def reuses_workspaces(config):
+    """Call with other tokens, weights and row counts in the same workspaces."""
     for seed in range(3):
         layer = Layer(UNEVEN[seed:] + UNEVEN[:seed], 2, 2, 16, 8, seed=seed)
         layer.check(layer.run(config=CONFIGS[config]))
@@ -125,20 +125,20 @@ def is_called_again(config):
 
 def takes_interleaved_weights(config):
     layer = Layer(UNEVEN, 2, 2, 16, 8, FP32)
-    halves = layer.own["w_gate_up"]
-    layer.own["w_gate_up"] = halves.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    concatenated = layer.own["w_gate_up"]
+    layer.own["w_gate_up"] = concatenated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     results = layer.run(activation="swiglu_interleaved", config=CONFIGS[config])
-    by_turns = results["dw_gate_up"].unflatten(1, (-1, 2))
-    layer.check(results | {"dw_gate_up": by_turns.transpose(1, 2).flatten(1, 2)})
+    interleaved = results["dw_gate_up"].unflatten(1, (-1, 2))
+    layer.check(results | {"dw_gate_up": interleaved.transpose(1, 2).flatten(1, 2)})
 
 
-def keeps_to_a_capacity(config):
-    """Rows that no token has take part in nothing, forward or backward; one row less is refused on every rank."""
+def respects_capacity(config):
+    """Unused rows affect neither forward nor backward. Every rank rejects a capacity that is one row too small."""
     layer = Layer(UNEVEN, 2, 2, 16, 8, FP32, seed=3)
     needed = max(layer.case.capacity())
-    if config == "torch":  # and stages nothing
+    if config == "torch":  # torch stages nothing
         needed = layer.case.capacity()[0]
-    if config == "fused":  # and has slots for all choices
+    if config == "fused":  # the fused kernels have slots for all assignments
         needed = max(needed, 2 * max(UNEVEN[: dist.get_world_size()]))
     for capacity in (needed, needed + 40):
         layer.check(layer.run(max_tokens=capacity, config=CONFIGS[config]))
@@ -149,47 +149,48 @@ def keeps_to_a_capacity(config):
     layer.check(layer.run(config=CONFIGS[config]))
 
 
-def sends_few_tokens(quantize):
-    """By one launch, whose rows are those that counting first gives; more tokens than promised are refused."""
+def uses_low_latency_dispatch(quantize):
+    """With a bound, ep_moe uses one low-latency dispatch with the same results. Exceeding the bound is an error."""
     layer = Layer(UNEVEN, 2, 2, 128, 8, quantize=quantize is not None, seed=3)
-    most = max(layer.case.tokens)
+    bound = max(layer.case.tokens)
     wanted = [name for name in NAMES if name != "x" or quantize is None]
-    for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 100}):
-        results, launched = launches_of(layer.run, wanted=wanted, quantize=quantize, **bounds)
+    for bounds in ({"max_tokens_per_rank": bound}, {"max_tokens_per_rank": bound + 3, "max_tokens": 100}):
+        results, launched = record_launches(layer.run, wanted=wanted, quantize=quantize, **bounds)
         assert launched.count(True) == 1, launched
         layer.check(results)
-    with pytest.raises(ValueError, match=f"has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
-        layer.call(max_tokens_per_rank=most - 1)
+    with pytest.raises(ValueError, match=f"has (more|{bound}) tokens,? (more )?than max_tokens_per_rank"):
+        layer.call(max_tokens_per_rank=bound - 1)
         tdkernels.synchronize()
-    failure_of(tdkernels.synchronize)  # on a GPU the rank that has them is told once more
+    failure_of(tdkernels.synchronize)  # on a GPU the rank with too many tokens raises again
     layer.check(layer.run(wanted=wanted, quantize=quantize))
 
 
-def overlaps_with_a_bound(tokens, ids):
-    """There is room for whatever so many tokens choose; more tokens on one rank are refused on all."""
+def computes_fused_with_max_tokens_per_rank(tokens, ids):
+    """With a bound, the fused method has room for any routing. Exceeding the bound is an error on every rank."""
     layer = Layer(tokens, 2, 2, 16, 8, ids=ids, seed=8)
-    most, world_size = max(*layer.case.tokens, 2), dist.get_world_size()
+    bound, world_size = max(*layer.case.tokens, 2), dist.get_world_size()
     routings = []
     with mock.patch.object(fused, "order_of", lambda routing: routings.append(routing) or order_of(routing)):
-        for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 128}):
+        for bounds in ({"max_tokens_per_rank": bound}, {"max_tokens_per_rank": bound + 3, "max_tokens": 128}):
             layer.check(layer.run(config=CONFIGS["fused"], **bounds))
-    # Rows of all ranks' choices, in steps of 64; of their own choices ranks have as many slots as they need.
-    rows = 2 * most * world_size
+    # Rows for the assignments of all ranks, in steps of 64; slots only for the assignments of this rank.
+    rows = 2 * bound * world_size
     assert [routing.rows for routing in routings] == [rows, 128]
     assert [routing.reach for routing in routings] == [(-(-rows // 64) * 64, 64), (128, 64)]
     if any(layer.case.tokens):
         with pytest.raises(ValueError, match="max_tokens=1 is too small"):
-            layer.call(max_tokens_per_rank=most, max_tokens=1, config=CONFIGS["fused"])
+            layer.call(max_tokens_per_rank=bound, max_tokens=1, config=CONFIGS["fused"])
             tdkernels.synchronize()
-        with pytest.raises(ValueError, match=f"ep_moe: .* has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
-            layer.call(max_tokens_per_rank=most - 1, config=CONFIGS["fused"])
+        message = f"ep_moe: .* has (more|{bound}) tokens,? (more )?than max_tokens_per_rank"
+        with pytest.raises(ValueError, match=message):
+            layer.call(max_tokens_per_rank=bound - 1, config=CONFIGS["fused"])
             tdkernels.synchronize()
         failure_of(tdkernels.synchronize)
-    layer.check(layer.run(max_tokens_per_rank=most, config=CONFIGS["fused"]))
+    layer.check(layer.run(max_tokens_per_rank=bound, config=CONFIGS["fused"]))
 
 
-def sends_codes(width):
-    """In fp8 the tokens are what is left of them; only they have no gradient."""
+def quantizes_tokens(width):
+    """Results match tokens rounded to fp8; all operands except x have gradients."""
     layer = Layer(UNEVEN, 2, 2, width, 8, quantize=True, seed=4)
     layer.check(layer.run(wanted=NAMES[1:], quantize="fp8"))
     layer.own["x"] = layer.own["x"].detach().requires_grad_()
@@ -200,9 +201,9 @@ def sends_codes(width):
     layer.check({"y": y})
 
 
-def computes_what_is_wanted():
-    """Any one gradient alone; and a dispatch has none to send back but that of x."""
-    layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)  # wide, as of few elements torch's sums are exact on some CPUs
+def computes_only_required_gradients():
+    """Each gradient can be computed alone, and only the gradients of x and topk_weights are sent back."""
+    layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)  # wide, since torch's short sums are exact on some CPUs
     sent = []
 
     def combine(routing, rows, row_numbers=None, **options):
@@ -222,8 +223,8 @@ def computes_what_is_wanted():
         assert not layer.call().requires_grad
 
 
-def overlaps_only_what_is_wanted():
-    """Any one gradient alone, of a call whose products overlap the ways."""
+def fused_computes_only_required_gradients():
+    """The fused method can compute each gradient alone."""
     layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)
     for name in NAMES:
         layer.check(layer.run(wanted=(name,), config=CONFIGS["fused"]))
@@ -231,7 +232,7 @@ def overlaps_only_what_is_wanted():
         assert not layer.call(config=CONFIGS["fused"]).requires_grad
 
 
-def casts_as_autocast_says(config):
+def follows_autocast(config):
     layer = Layer(UNEVEN, 2, 2, 16, 8, BF16, seed=6)
     layer.own = {name: operand.float() for name, operand in layer.own.items()}
     with torch.autocast(device().type, BF16):
@@ -243,7 +244,7 @@ def casts_as_autocast_says(config):
 
 
 def computes_in_a_subgroup(config):
-    """Of the last two ranks; the first does something else."""
+    """Compute in a group of the last two ranks; rank 0 makes no call."""
     with a_group([1, 2]) as group:
         if dist.get_rank() == 0:
             return
@@ -251,8 +252,8 @@ def computes_in_a_subgroup(config):
         layer.check(layer.run(group=group, config=CONFIGS[config]))
 
 
-def refuses_wrong_ids(config):
-    """One id of one rank: all are told whose, and the next call is right."""
+def rejects_invalid_ids(config):
+    """If one rank has an invalid id, every rank raises an error that names it, and the next call is correct."""
     layer = Layer([2, 3, 1, 2], 2, 2, 16, 8, seed=7)
     right = layer.case.ids
     layer.case.ids = right.clone()
@@ -264,15 +265,15 @@ def refuses_wrong_ids(config):
     layer.check({"y": layer.call(config=CONFIGS[config])})
 
 
-# ---- what cannot be ----
+# ---- invalid arguments ----
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself; then everything is as before."""
+def rejects_invalid_arguments():
+    """Each rank rejects invalid arguments locally, before any launch; later calls are correct."""
     layer = Layer(4, 2, 3, 16, 8)
     x, ids, weights, w_gate_up, w_down = layer.operands()
     experts, world_size = layer.experts, dist.get_world_size()
-    good = dict(
+    valid = dict(
         x=x, topk_ids=ids, topk_weights=weights, w_gate_up=w_gate_up, w_down=w_down, num_experts=experts
     )
     table = [
@@ -318,11 +319,11 @@ def refuses():
         (dict(group="world"), TypeError, "group"),
     ]
     if world_size > 1:
-        words = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
-        table.append((dict(num_experts=experts + 1), ValueError, words))
-    for changes, kind, words in table:
-        with pytest.raises(kind, match=words) as caught:
-            tdkernels.ep_moe(**{**good, **changes})
+        message = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
+        table.append((dict(num_experts=experts + 1), ValueError, message))
+    for changes, kind, message in table:
+        with pytest.raises(kind, match=message) as caught:
+            tdkernels.ep_moe(**{**valid, **changes})
         assert "group" in changes or str(caught.value).startswith("ep_moe: "), str(caught.value)
     with pytest.raises(TypeError, match="positional"):
         tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, experts)

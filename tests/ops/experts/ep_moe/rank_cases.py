@@ -1,6 +1,6 @@
-"""What holds between the ranks of an ep_moe whose products overlap the ways, as functions that every rank runs.
+"""Test bodies for the synchronization between ranks in fused ep_moe. Every rank runs them.
 
-test_ep_moe_ranks.py asks: reuse of memory, disagreement, and peers that come late or never.
+test_ep_moe_ranks.py starts them: memory reuse, disagreement, and late or missing peers.
 """
 
 import random
@@ -21,7 +21,7 @@ from tests.support.ranks import a_group, device
 from tests.test_protocol import failure_of, poison, timeout
 
 FUSED = CONFIGS["fused"]
-# Few kinds of layers, since a GPU compiles each; what differs from call to call is where tokens go and how many.
+# Few kinds, since each is compiled on a GPU. Calls of a kind differ in the routing and the number of tokens.
 KINDS = [
     dict(k=2, experts_each=2, width=24, hidden=16, dtype=BF16),
     dict(k=3, experts_each=5, width=16, hidden=8, dtype=FP16),
@@ -29,21 +29,21 @@ KINDS = [
 ]
 
 
-def endures(calls, most_tokens, seed):
-    """Random tokens on random ways, between which ranks wait at random and all memory is filled with NaNs."""
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+def stress(calls, most_tokens, seed):
+    """Make random calls, with random delays on each rank, and fill all memory with NaN in between."""
+    rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     for _ in range(calls):
-        tokens = [of_all.choice([0, 1, of_all.randrange(most_tokens + 1)]) for _ in range(dist.get_world_size())]
-        ids = of_all.choice(["any", "any", "distinct", "one", "last", "none"])
-        layer = Layer(tokens, **of_all.choice(KINDS), ids=ids, seed=of_all.randrange(1 << 30))
-        if of_all.random() < 0.3:
+        tokens = [rng.choice([0, 1, rng.randrange(most_tokens + 1)]) for _ in range(dist.get_world_size())]
+        ids = rng.choice(["any", "any", "distinct", "one", "last", "none"])
+        layer = Layer(tokens, **rng.choice(KINDS), ids=ids, seed=rng.randrange(1 << 30))
+        if rng.random() < 0.3:
             poison()
-        time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
-        bounds = of_all.choice([{}, {"max_tokens_per_rank": most_tokens}])
+        time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.01)]))
+        bounds = rng.choice([{}, {"max_tokens_per_rank": most_tokens}])
         results = layer.run(config=FUSED, **bounds)
-        if of_all.random() < 0.3:
-            poison()  # what we got is ours and does not change with the workspace
-        # Of a handful of tokens plain torch's gradients are right by luck.
+        if rng.random() < 0.3:
+            poison()  # results must not alias the workspace
+        # For very few tokens plain torch's gradients may be exact by chance.
         layer.check(results if sum(tokens) >= 8 else {"y": results["y"]})
 
 
@@ -55,24 +55,24 @@ def waits_for_a_slow_rank():
             layer.check(layer.run(config=FUSED))
 
 
-def grows(widths):
-    """Each call wants more room than the one before, or less."""
+def grows_workspace(widths):
+    """Make calls that need larger and smaller workspaces than the call before."""
     for seed, (tokens, width) in enumerate(widths):
         layer = Layer(tokens, 2, 2, width, 8, seed=seed)
         layer.check(layer.run(config=FUSED))
 
 
-def overflows_unseen(tokens):
-    """More rows than there is room for, and no host that looks before the whole call is launched, as with a GPU.
+def reports_unnoticed_overflow(tokens):
+    """The capacity is too small, and no host notices before the whole call is launched, as is usual on a GPU.
 
-    Every rank is told, none waits for what nobody sends, and the next call is right.
+    Every rank reports the error, no rank hangs, and the next call is correct.
     """
     with a_group() as group:
         layer = Layer(tokens, 2, 2, 16, 8, ids="one", group=group)
         with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
             for _ in range(2):
                 layer.call(group=group, max_tokens=1, config=FUSED)
-            if device().type == "cuda":  # both have found out by now, of which one is told
+            if device().type == "cuda":  # both calls have recorded the error by now; one is reported
                 torch.cuda.synchronize()
         error = failure_of(tdkernels.synchronize)
         assert type(error) is ValueError and "max_tokens=1 is too small" in str(error), repr(error)
@@ -80,89 +80,93 @@ def overflows_unseen(tokens):
         del group, layer
 
 
-def one_is_told_of_an_overflow(tokens):
-    """Rank 0 hears of it at once and makes no more of that call; the others, who have not looked, go on to its
-    backward. They wait for nobody, and the next call is right."""
+def early_overflow_error_keeps_ranks_in_step(tokens):
+    """Rank 0 raises the overflow error at once and stops; the other ranks continue to the backward.
+
+    They do not hang, and the next call is correct.
+    """
     with a_group() as group:
         layer = Layer(tokens, 2, 2, 16, 8, ids="one", group=group)
-        too_few = {"group": group, "max_tokens": 1, "config": FUSED}
+        overflow_options = {"group": group, "max_tokens": 1, "config": FUSED}
         with mock.patch.object(Workspace, "_raise_note"):
-            layer.run(**too_few)  # what is new is agreed on by all hosts
+            layer.run(**overflow_options)  # the consensus check of the first call involves all hosts
         failure_of(tdkernels.synchronize)
         if dist.get_rank() == 0:
-            error = failure_of(layer.call, **too_few)
+            error = failure_of(layer.call, **overflow_options)
         else:
             with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
-                results = layer.run(**too_few)
+                results = layer.run(**overflow_options)
                 if device().type == "cuda":
                     torch.cuda.synchronize()
-            assert not any(result.any() for result in results.values()), "a sum or a gradient of nothing"
+            assert not any(result.any() for result in results.values()), "results of rows that were not sent"
             error = failure_of(tdkernels.synchronize)
         assert type(error) is ValueError and "max_tokens=1 is too small" in str(error), repr(error)
         layer.check(layer.run(group=group, config=FUSED))
         del group, layer
 
 
-def one_has_too_many_tokens():
-    """Its host raises at once and makes no more of that call; the others, who have not looked, go on to its backward.
-    They wait for nobody, also where hosts have yet to agree on what is launched, and the next call is right."""
+def early_token_limit_error_keeps_ranks_in_step():
+    """The last rank has too many tokens, raises at once and stops; the other ranks continue to the backward.
+
+    They do not hang, not even in calls that still need a consensus check, and the next call is correct.
+    """
     tokens = [2, 3, 5][-dist.get_world_size() :]
-    most, odd = tokens[-1] - 1, dist.get_rank() == len(tokens) - 1
+    bound, exceeds = tokens[-1] - 1, dist.get_rank() == len(tokens) - 1
     with a_group() as group:
-        layer, fewer = (
-            Layer([min(n, limit) for n in tokens], 2, 2, 16, 8, group=group) for limit in (most + 1, most)
+        layer, valid_layer = (
+            Layer([min(n, limit) for n in tokens], 2, 2, 16, 8, group=group) for limit in (bound + 1, bound)
         )
-        bounds = {"group": group, "max_tokens_per_rank": most, "config": FUSED}
+        bounds = {"group": group, "max_tokens_per_rank": bound, "config": FUSED}
         for call in (layer.call, layer.run):
             with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
-                if odd:
+                if exceeds:
                     error = failure_of(call, **bounds)
-                    words = f"ep_moe: x [{most + 1}, 16] has more tokens than max_tokens_per_rank = {most}"
-                    assert type(error) is ValueError and str(error) == words, repr(error)
+                    message = f"ep_moe: x [{bound + 1}, 16] has more tokens than max_tokens_per_rank = {bound}"
+                    assert type(error) is ValueError and str(error) == message, repr(error)
                 else:
-                    made = call(**bounds)
+                    output = call(**bounds)
                     if device().type == "cuda":
                         torch.cuda.synchronize()
-                    results = made if isinstance(made, dict) else {"y": made}
-                    assert not any(result.any() for result in results.values()), "a sum or a gradient of nothing"
+                    results = output if isinstance(output, dict) else {"y": output}
+                    assert not any(result.any() for result in results.values()), "results of rows that were not sent"
             error = failure_of(tdkernels.synchronize)
-            words = f"ep_moe: rank {len(tokens) - 1} has {most + 1} tokens, more than max_tokens_per_rank"
-            assert type(error) is ValueError and str(error) == words, repr(error)
-            fewer.check(fewer.run(**bounds))
-        del group, layer, fewer
+            message = f"ep_moe: rank {len(tokens) - 1} has {bound + 1} tokens, more than max_tokens_per_rank"
+            assert type(error) is ValueError and str(error) == message, repr(error)
+            valid_layer.check(valid_layer.run(**bounds))
+        del group, layer, valid_layer
 
 
-# ---- ranks that call for different things ----
+# ---- ranks that disagree ----
 
-USUAL = dict(tokens=[3] * 4, k=2, experts_each=2, width=16, hidden=8)
+BASE_SPEC = dict(tokens=[3] * 4, k=2, experts_each=2, width=16, hidden=8)
 DISAGREEMENTS = {
     "method": ({}, {"config": EpMoeConfig(method="sequence")}, "whole is "),
     "bound": ({}, {"max_tokens_per_rank": 4}, "max_tokens_per_rank is "),
     "width": (dict(width=24), {}, "width is "),
     "dtype": (dict(dtype=FP32), {}, "dtype is "),
-    "choices": (dict(k=1), {}, "k is "),
+    "k": (dict(k=1), {}, "k is "),
 }
 
 
-def disagrees(what):
-    """Everybody is told, and the group is as good as before."""
-    changes, options, words = DISAGREEMENTS[what]
-    odd = dist.get_rank() == 1
+def reports_disagreement(what):
+    """Every rank reports the disagreement, and the group stays usable."""
+    changes, options, message = DISAGREEMENTS[what]
+    differs = dist.get_rank() == 1
     with a_group() as group:
-        layer = Layer(**USUAL | (changes if odd else {}), group=group)
-        options = {"config": FUSED, "max_tokens": 100, **(options if odd else {})}
+        layer = Layer(**BASE_SPEC | (changes if differs else {}), group=group)
+        options = {"config": FUSED, "max_tokens": 100, **(options if differs else {})}
         error = failure_of(layer.call, group=group, **options)
         assert type(error) is ValueError and ": the ranks disagree: " in str(error), repr(error)
-        assert words in str(error) and "on rank 1" in str(error), str(error)
-        layer = Layer(**USUAL, group=group)
+        assert message in str(error) and "on rank 1" in str(error), str(error)
+        layer = Layer(**BASE_SPEC, group=group)
         layer.check(layer.run(group=group, config=FUSED))
         del group, layer
 
 
-def is_not_fooled_by_a_known_plan():
-    """Calls of two widths have been made before, so nobody asks the others; only the signals can tell."""
+def detects_mismatch_of_cached_plans():
+    """If ranks mix two cached calls, the consensus check is skipped, and the plan ids in the signals reveal it."""
     with a_group() as group:
-        layers = [Layer(**USUAL | {"width": width}, group=group) for width in (16, 24)]
+        layers = [Layer(**BASE_SPEC | {"width": width}, group=group) for width in (16, 24)]
         for layer in layers * 2:
             layer.check({"y": layer.call(group=group, config=FUSED).detach()})
         dist.barrier()
@@ -175,20 +179,20 @@ def is_not_fooled_by_a_known_plan():
         del group, layer, layers
 
 
-# ---- ranks that do not come ----
+# ---- late and missing ranks ----
 
 STEPS = {"rows": ep_moe_launch_dispatch_gemm, "sums": ep_moe_launch_gemm_combine}
 
 
 def loses_rank_1(leave, when, timeout_s):
-    """Rank 1 is gone before the counts, the rows or the sums; the others say so, now and whenever asked again."""
-    layer = Layer(**USUAL)
+    """Rank 1 dies before it sends the counts, the rows or the sums; the others time out, in later calls as well."""
+    layer = Layer(**BASE_SPEC)
     for _ in range(2):
         layer.check(layer.run(config=FUSED))
     tdkernels.set_timeout(timeout_s)
     dist.barrier()
     if dist.get_rank() == 1:
-        if when in STEPS:  # the others know of all counts, and wait for what comes after them
+        if when in STEPS:  # the other ranks have all counts and wait for the next step
             STEPS[when].launch = lambda *args, **kwargs: leave()
             layer.call(config=FUSED)
         leave()
@@ -205,11 +209,11 @@ def loses_rank_1(leave, when, timeout_s):
     raise error
 
 
-def comes_when_rank_0_has_given_up():
-    """Rank 1 is late. Whoever needs what rank 0 would have made of what it had not, must not get anything."""
+def times_out_on_rank_0():
+    """Rank 1 is late, and rank 0 times out first. Ranks that need data from rank 0 must not get a result."""
     rank = dist.get_rank()
     with a_group() as group:
-        layer = Layer(**USUAL, group=group)
+        layer = Layer(**BASE_SPEC, group=group)
         for _ in range(2):
             layer.check(layer.run(group=group, config=FUSED))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""ep_moe in a CUDA graph: captured once, replayed with tokens that go elsewhere, between eager calls."""
+"""ep_moe in a CUDA graph: captured once, replayed with new routing, between eager calls."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from tests.test_protocol import failure_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
-TOKENS, MOST = [33, 0, 70, 5], 70
+TOKENS, MAX_TOKENS_PER_RANK = [33, 0, 70, 5], 70
 SPEC = dict(tokens=TOKENS, k=3, experts_each=4, width=136, hidden=40)
 IDS = ["any", "distinct", "one", "last", "none"]
-BOUNDS = {"bound": {"max_tokens_per_rank": MOST}, "capacity": {"max_tokens": 3 * sum(TOKENS)}}
+BOUNDS = {"bound": {"max_tokens_per_rank": MAX_TOKENS_PER_RANK}, "capacity": {"max_tokens": 3 * sum(TOKENS)}}
 
 
 def step(layer, dy, options):
@@ -24,16 +24,16 @@ def step(layer, dy, options):
     return dict(zip(("y", *(f"d{name}" for name in NAMES)), (y.detach(), *gradients), strict=True))
 
 
-def dy_of(layer):
+def local_dy(layer):
     return layer.all_dy[layer.case.mine].to(device())
 
 
 def captured(options):
-    """(a graph of a step, the layer and the dy that it reads, what it leaves)."""
+    """Capture a step; return (graph, static layer, static dy, results)."""
     layer = Layer(**SPEC)
     for operand in layer.own.values():
         operand.requires_grad_()
-    dy = dy_of(layer)
+    dy = local_dy(layer)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,12 +47,12 @@ def captured(options):
 
 
 def refill(static, dy, fresh):
-    """Put the operands of one layer where a graph reads those of another."""
+    """Copy the operands of layer ``fresh`` into the static operands of a graph."""
     with torch.no_grad():
         for name in NAMES:
             static.own[name].copy_(fresh.own[name])
         static.case.ids.copy_(fresh.case.ids)
-        dy.copy_(dy_of(fresh))
+        dy.copy_(local_dy(fresh))
 
 
 def replays_with_new_routing(config, bounds):
@@ -68,15 +68,15 @@ def replays_with_new_routing(config, bounds):
             graph.replay()
             fresh.check(results)
             seed += 1
-        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        # Eager calls of the same and of other sizes must not desynchronize the epochs of the graph and the workspace.
         eager = Layer(**SPEC, seed=seed)
         eager.check(eager.run(**options))
         other = Layer([4, 9, 0, 1], 2, 2, 20, 8, torch.float16, seed=seed)
         other.check(other.run(config=CONFIGS[config]))
 
 
-def says_when_ids_of_a_replay_are_wrong(config):
-    """Told once, on all ranks; the next replay is right."""
+def reports_invalid_ids_of_a_replay(config):
+    """A replay with invalid ids raises an error once, on all ranks; the next replay is correct."""
     graph, static, dy, results = captured({"config": CONFIGS[config], **BOUNDS["bound"]})
     for seed in (1, 2):
         fresh = Layer(**SPEC, seed=seed)
@@ -95,38 +95,38 @@ def says_when_ids_of_a_replay_are_wrong(config):
         fresh.check(results)
 
 
-def is_launched_without_waiting(config):
-    """All of a step is in the queue while the GPU is still busy with what came before."""
+def launches_without_host_wait(config):
+    """The host enqueues a whole step while the GPU is still busy with earlier work."""
     options = {"config": CONFIGS[config], **BOUNDS["bound"]}
     layer = Layer(**SPEC)
     for operand in layer.own.values():
         operand.requires_grad_()
-    dy = dy_of(layer)
+    dy = local_dy(layer)
     step(layer, dy, options)
     torch.cuda.synchronize(device())
     torch.cuda._sleep(2_000_000_000)  # about a second
     busy = torch.cuda.Event()
     busy.record()
     results = step(layer, dy, options)
-    assert not busy.query(), "the host has waited for the GPU"
+    assert not busy.query(), "the host waited for the GPU"
     layer.check(results)
 
 
-either_way = pytest.mark.parametrize("config", ["default", "fused"])
+each_config = pytest.mark.parametrize("config", ["default", "fused"])
 
 
-@either_way
+@each_config
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_replay(world_size, config, bounds):
     on_ranks(world_size, replays_with_new_routing, config, bounds)
 
 
-@either_way
-def test_replay_of_wrong_ids(config):
-    on_ranks(2, says_when_ids_of_a_replay_are_wrong, config)
+@each_config
+def test_replay_with_invalid_ids(config):
+    on_ranks(2, reports_invalid_ids_of_a_replay, config)
 
 
-@either_way
-def test_the_host_never_waits(config):
-    on_ranks(2, is_launched_without_waiting, config)
+@each_config
+def test_no_host_wait(config):
+    on_ranks(2, launches_without_host_wait, config)

@@ -1,10 +1,10 @@
-"""ep_moe with its products hidden behind the ways, between the ranks: memory used again, disagreement, lost peers."""
+"""Synchronization between ranks in fused ep_moe: memory reuse, disagreement, lost peers."""
 
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
-from tests.ops.experts.ep_moe import rank_cases as asked
+from tests.ops.experts.ep_moe import rank_cases
 from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -12,45 +12,45 @@ ON_GPU = DEVICE == "cuda"
 
 @pytest.mark.parametrize("world_size, calls", [(2, 8), (3, 5), (4, 3)])
 def test_stress(world_size, calls):
-    on_ranks(world_size, asked.endures, *((200, 300) if ON_GPU else (calls, 6)), seed=world_size)
+    on_ranks(world_size, rank_cases.stress, *((200, 300) if ON_GPU else (calls, 6)), seed=world_size)
 
 
 def test_slow_rank():
-    on_ranks(3, asked.waits_for_a_slow_rank)
+    on_ranks(3, rank_cases.waits_for_a_slow_rank)
 
 
-def test_memory_grows():
-    on_ranks(2, asked.grows, [(9, 8), ([70, 13], 16), (11, 200), (9, 8)])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_that_the_host_sees_late(world_size):
-    on_ranks(world_size, asked.overflows_unseen, 70)
+def test_workspace_grows():
+    on_ranks(2, rank_cases.grows_workspace, [(9, 8), ([70, 13], 16), (11, 200), (9, 8)])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_one_that_was_told_of_an_overflow_leaves_the_others_in_step(world_size):
-    on_ranks(world_size, asked.one_is_told_of_an_overflow, [4] * 4)
+def test_unnoticed_overflow(world_size):
+    on_ranks(world_size, rank_cases.reports_unnoticed_overflow, 70)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_one_that_has_too_many_tokens_leaves_the_others_in_step(world_size):
-    on_ranks(world_size, asked.one_has_too_many_tokens)
+def test_early_overflow_error_keeps_ranks_in_step(world_size):
+    on_ranks(world_size, rank_cases.early_overflow_error_keeps_ranks_in_step, [4] * 4)
 
 
-@pytest.mark.parametrize("what", asked.DISAGREEMENTS)
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, asked.disagrees, what)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_early_token_limit_error_keeps_ranks_in_step(world_size):
+    on_ranks(world_size, rank_cases.early_token_limit_error_keeps_ranks_in_step)
 
 
-def test_known_but_different_calls_never_give_a_result():
-    on_ranks(3, asked.is_not_fooled_by_a_known_plan)
+@pytest.mark.parametrize("what", rank_cases.DISAGREEMENTS)
+def test_disagreement_is_reported_on_every_rank(what):
+    on_ranks(3, rank_cases.reports_disagreement, what)
+
+
+def test_mixed_cached_calls_return_no_result():
+    on_ranks(3, rank_cases.detects_mismatch_of_cached_plans)
 
 
 @pytest.mark.parametrize("world_size, when", [(3, "counts"), (2, "rows"), (3, "rows"), (2, "sums")])
 def test_killed_rank(world_size, when):
     with fresh_ranks(world_size) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, dies, when, 1.5)
+        pool.run(rank_cases.loses_rank_1, dies, when, 1.5)
     exceptions = caught.value.exceptions
     assert isinstance(exceptions[1], ChildProcessError)
     for rank in range(0, world_size, 2):
@@ -60,5 +60,5 @@ def test_killed_rank(world_size, when):
         assert error.seen < error.expected
 
 
-def test_what_was_given_up_is_not_passed_on():
-    assert on_ranks(3, asked.comes_when_rank_0_has_given_up) == ["missed 1", "missed 0", "missed 0"]
+def test_no_forwarding_after_a_timeout():
+    assert on_ranks(3, rank_cases.times_out_on_rank_0) == ["missed 1", "missed 0", "missed 0"]

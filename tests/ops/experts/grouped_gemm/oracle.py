@@ -1,7 +1,7 @@
-"""What group_gemm has to give, group by group in fp64, and how near to it is near enough.
+"""Expected results of group_gemm, computed group by group in fp64, and the error bound.
 
     problem = Grouped(torch.bfloat16, [5, 0, 7], n=48, k=29, activation="swiglu", spare=3)
-    problem.check(problem.run())          # forward and every gradient, by name
+    problem.check(problem.run())          # forward and all gradients, by name
 """
 
 import torch
@@ -13,26 +13,26 @@ from tests.support.ranks import device
 
 
 def counts_within(splits, rows):
-    """The rows of each group as the contract has them: none below zero, none past the rows that there are."""
-    left, counts = rows, []
+    """Return the rows of each group: splits clamped to be non-negative and to end within ``rows``."""
+    remaining, counts = rows, []
     for split in splits:
-        counts.append(min(max(split, 0), left))
-        left -= counts[-1]
+        counts.append(min(max(split, 0), remaining))
+        remaining -= counts[-1]
     return counts
 
 
 class Grouped:
     """One problem on the rank's device.
 
-    Args:     splits: what is passed as splits, whatever it says
+    Args:     splits: the splits of the call, valid or not
               n, k: the weight is [E, n, k]
-              activation: as of group_gemm
+              activation: as for group_gemm
               spare: rows of x and of the output's gradient that belong to no group; they hold NaN
-              rows: of x in all, instead of the sum of splits and the spare ones
-              exact: draw from -1, 0 and 1, so that every sum is exact and `check` asks for equality
+              rows: total rows of x; default: the sum of splits plus ``spare``
+              exact: draw from -1, 0 and 1, so that every sum is exact and `check` compares for equality
 
     A test may replace x, w, dy and splits by tensors of the same values. ``expected`` and ``low`` hold the results by
-    name: in fp64, and as plain torch computes them in the dtype on the device.
+    name: in fp64, and as computed by plain torch in the dtype on the device.
     """
 
     def __init__(self, dtype, splits, n, k, activation=None, *, spare=0, rows=None, exact=False, seed=0):
@@ -61,8 +61,8 @@ class Grouped:
         pre = torch.cat([F.linear(part, weight) for part, weight in zip(x.split(self.counts), w, strict=True)])
         output = pre
         if self.activation:
-            halves = self.activation == "swiglu"
-            gate, up = pre.chunk(2, 1) if halves else pre.unflatten(1, (-1, 2)).unbind(2)
+            concatenated = self.activation == "swiglu"
+            gate, up = pre.chunk(2, 1) if concatenated else pre.unflatten(1, (-1, 2)).unbind(2)
             output = F.silu(gate) * up
         output.backward(dy[: self.used])
         return {"output": output.detach(), "dx": x.grad, "dw": w.grad}
@@ -71,7 +71,7 @@ class Grouped:
         return tdkernels.group_gemm(self.x, self.w, self.splits, activation=self.activation, **options)
 
     def run(self, **options):
-        """Forward and backward; the results by name: "output" and the gradients of what requires one."""
+        """Run forward and backward; return "output" and the gradients of operands that require one, by name."""
         self.x.grad = self.w.grad = None
         output = self.call(**options)
         if output.requires_grad:
@@ -79,11 +79,11 @@ class Grouped:
         return {"output": output.detach(), **self.gradients()}
 
     def gradients(self):
-        """The gradients that the operands have, by name."""
+        """Return the gradients of the operands, by name."""
         return {name: t.grad for name, t in (("dx", self.x), ("dw", self.w)) if t.grad is not None}
 
     def check(self, results):
-        """Raise AssertionError unless each of the named results is near enough, in the rows that belong to a group."""
+        """Check the error of each named result, in the rows that belong to a group."""
         for name, got in results.items():
             title = f"{name} of {self.title}"
             if name != "dw":

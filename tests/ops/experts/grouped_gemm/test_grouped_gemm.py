@@ -1,4 +1,4 @@
-"""group_gemm, a local operator: forward and every gradient against a product for each group."""
+"""group_gemm, a local operator: forward and all gradients against one GEMM per group."""
 
 import itertools
 from unittest import mock
@@ -23,20 +23,20 @@ from tests.support.ranks import DEVICE, device, on_ranks
 
 BF16, FP16, FP32 = dense.DTYPES
 ACTIVATIONS = [None, "swiglu", "swiglu_interleaved"]
-# (splits, n, k): groups that begin inside a tile, end with one, are empty or alone; n and k that a GPU reads by TMA (of
-# multiples of 8) or not, and that are multiples of a block or not. A group of many rows in each: a library adds up
-# those of a few in another way, which in fp32 is nearer by more than half.
+# (splits, n, k): groups that begin inside a tile, end at a tile boundary, are empty, or are the only one; n and k with
+# TMA (multiples of 8) and without, multiples of a block and not. Each problem has a group with many rows, since for few
+# rows a library sums in another order, whose fp32 error is less than half as large.
 PROBLEMS = [
     ([37, 0, 70, 1], 48, 51), ([0, 5, 0, 64, 0], 70, 64), ([29], 34, 130), ([3, 1, 30], 64, 40), ([0, 0, 0], 8, 8),
 ]
-# With an activation the interpreter takes the gradient row by row, so these have few.
-ACTIVATED = [([9, 0, 20, 1], 48, 51), ([0, 17, 0], 70, 64), ([16], 130, 40), ([0, 0, 0], 8, 8)]
+# With an activation the interpreter computes the gradient row by row, so these problems have few rows.
+ACTIVATION_PROBLEMS = [([9, 0, 20, 1], 48, 51), ([0, 17, 0], 70, 64), ([16], 130, 40), ([0, 0, 0], 8, 8)]
 EXACT_PROBLEMS = [
     ([1], 1, 1), ([1, 1], 1, 17), ([0, 1], 17, 1), ([65, 64, 63, 0, 1], 65, 66), ([2, 130], 24, 136), ([70], 64, 128),
 ]
 CONFIGS = {
     "small tiles": GroupGemmConfig(tiles=Tiles(16, 16, 16, 1, 1, 1)),
-    "small tiles, two rows of them together": GroupGemmConfig(tiles=Tiles(16, 16, 32, 2, 4, 2)),
+    "small tiles in groups of two rows": GroupGemmConfig(tiles=Tiles(16, 16, 32, 2, 4, 2)),
     "wide tiles": GroupGemmConfig(tiles=Tiles(32, 256, 16, 8, 8, 2)),
     "high tiles": GroupGemmConfig(tiles=Tiles(128, 32, 64, 4, 4, 2)),
 }
@@ -55,8 +55,8 @@ def computes(dtype, problems, activation=None, config=None, **options):
         problem.check(results)
 
 
-def computes_forward(dtype, problems, activation, config):
-    """The gradients take no config."""
+def computes_forward_only(dtype, problems, activation, config):
+    """Check the forward only, since the config does not apply to gradients."""
     for splits, n, k in problems:
         problem = Grouped(dtype, splits, n, k, activation)
         with torch.no_grad():
@@ -66,22 +66,22 @@ def computes_forward(dtype, problems, activation, config):
 @each_activation
 @each_dtype
 def test_output_and_gradients(dtype, activation):
-    on_ranks(1, computes, dtype, ACTIVATED if activation else PROBLEMS, activation, spare=3)
+    on_ranks(1, computes, dtype, ACTIVATION_PROBLEMS if activation else PROBLEMS, activation, spare=3)
 
 
 @each_dtype
-def test_every_element_of_small_integers(dtype):
+def test_exact_values(dtype):
     on_ranks(1, computes, dtype, EXACT_PROBLEMS, exact=True)
 
 
 @each_activation
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs(config, activation):
-    on_ranks(1, computes_forward, BF16, [([37, 0, 18, 1], 40, 35), ([20], 34, 64)], activation, CONFIGS[config])
+    on_ranks(1, computes_forward_only, BF16, [([37, 0, 18, 1], 40, 35), ([20], 34, 64)], activation, CONFIGS[config])
 
 
 @each_activation
-def test_by_torch(activation):
+def test_torch(activation):
     on_ranks(1, computes, BF16, [([7, 0, 8, 1], 48, 64)], activation, TORCH, spare=3)
 
 
@@ -91,43 +91,43 @@ def test_no_rows(activation):
     on_ranks(1, computes, BF16, [([0, 0], 16, 8), ([0], 16, 16)], activation, TORCH)
 
 
-def refuses_rows_that_torch_does_not_take():
+def torch_backend_rejects_misaligned_rows():
     x, w = torch.zeros(3, 8, device=device(), dtype=BF16), torch.zeros(1, 6, 8, device=device(), dtype=BF16)
     with pytest.raises(ValueError, match=r"multiple of 16 bytes; w is \[1, 6, 8\] of torch.bfloat16"):
         tdkernels.group_gemm(x, w, torch.tensor([3], device=device()), config=TORCH)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="torch's product for GPUs")
-def test_rows_that_torch_does_not_take():
-    on_ranks(1, refuses_rows_that_torch_does_not_take)
+@pytest.mark.skipif(DEVICE != "cuda", reason="torch's grouped GEMM for GPUs")
+def test_torch_rejects_misaligned_rows():
+    on_ranks(1, torch_backend_rejects_misaligned_rows)
 
 
-def computes_the_gradient_of_wide_rows(activation):
-    """More columns than a program takes at a time."""
+def computes_swiglu_gradient_of_wide_rows(activation):
+    """Check the gradient of SwiGLU for rows with more columns than one program processes at a time."""
     dh, pre = torch.randn(3, 1030), torch.randn(3, 2060)
-    found = []
+    expected = []
     for dtype in (torch.float64, FP32):
         operand = pre.to(dtype, copy=True).requires_grad_()
         swiglu_ref(operand, activation).backward(dh.to(dtype))
-        found.append(operand.grad[:2])
+        expected.append(operand.grad[:2])
     splits = torch.tensor([1, 0, 1], dtype=torch.int32, device=device())
     got = launch.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
-    assert_close("dpre", got[:2].cpu(), *found)
+    assert_close("dpre", got[:2].cpu(), *expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_gradient_of_wide_rows(activation):
-    on_ranks(1, computes_the_gradient_of_wide_rows, activation)
+def test_swiglu_gradient_of_wide_rows(activation):
+    on_ranks(1, computes_swiglu_gradient_of_wide_rows, activation)
 
 
-# ---- which rows are whose ----
+# ---- splits ----
 
 
-def leaves_the_other_rows_alone(activation, config):
-    """What is not written is NaN, so that reading it would show as well."""
+def leaves_other_rows_untouched(activation, config):
+    """Rows that belong to no group stay NaN in the outputs; reading NaN from unwritten memory would be visible, too."""
     problem = Grouped(BF16, [5, 0, 11], 24, 20, activation, spare=40)
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors
     try:
         results = problem.run(config=config)
     finally:
@@ -139,11 +139,11 @@ def leaves_the_other_rows_alone(activation, config):
 
 @each_activation
 @pytest.mark.parametrize("config", [None, CONFIGS["small tiles"]], ids=["default", "small tiles"])
-def test_rows_of_no_group_are_neither_read_nor_written(activation, config):
-    on_ranks(1, leaves_the_other_rows_alone, activation, config)
+def test_unused_rows_are_neither_read_nor_written(activation, config):
+    on_ranks(1, leaves_other_rows_untouched, activation, config)
 
 
-def takes_any_splits(config):
+def clamps_invalid_splits(config):
     for splits, rows in [([3, 100, 7], 20), ([3, -5, 4], 9), ([-1, 50, -2, 2], 10), ([20, 1], 20), ([6, 6], 0)]:
         problem = Grouped(BF16, splits, 16, 8, rows=rows)
         problem.check(problem.run(config=config))
@@ -152,8 +152,8 @@ def takes_any_splits(config):
 
 
 @pytest.mark.parametrize("config", [None, TORCH], ids=["default", "torch"])
-def test_splits_that_promise_more_rows_than_there_are(config):
-    on_ranks(1, takes_any_splits, config)
+def test_splits_are_clamped(config):
+    on_ranks(1, clamps_invalid_splits, config)
 
 
 @td.jit
@@ -162,7 +162,7 @@ def _rows_kernel(splits_ptr, out_ptr, num_experts, R, EXPERTS: tl.constexpr):
     tl.store(out_ptr + experts, rows_of_groups(splits_ptr, num_experts, R, EXPERTS))
 
 
-def gives_the_rows_of_groups():
+def computes_rows_of_groups():
     large = 2**31 - 1
     for splits in (
         [3, 0, 4], [large, large, 5, 6], [large] * 5, [-large - 1, -1, 2, large], [7, 4, 1], [2**40, 5],
@@ -178,11 +178,11 @@ def gives_the_rows_of_groups():
             assert out.tolist() == expected, f"{splits} as {dtype}"
 
 
-def test_rows_of_groups_never_pass_the_rows_there_are():
-    on_ranks(1, gives_the_rows_of_groups)
+def test_rows_of_groups_are_clamped():
+    on_ranks(1, computes_rows_of_groups)
 
 
-def finds_ends_of_groups():
+def computes_ends_of_groups():
     for splits in ([20, 100, -5, 7], [3, -5, 7], [2**31 - 1] * 3, [0], [4, 0, 4, 4, 1], [2**40, 5], [2**62] * 4 + [5]):
         splits = torch.tensor(splits, dtype=torch.int32 if max(splits) < 2**31 else torch.int64, device=device())
         for rows in (0, 8, 20):
@@ -191,16 +191,16 @@ def finds_ends_of_groups():
 
 
 def test_ends_of_groups():
-    on_ranks(1, finds_ends_of_groups)
+    on_ranks(1, computes_ends_of_groups)
 
 
-def test_ends_of_groups_never_pass_the_rows_there_are():
-    """torch's product on a GPU believes what it is told."""
+def test_ends_of_groups_are_clamped():
+    """torch's grouped GEMM on a GPU does not check the ends of groups, so they are clamped before the call."""
     assert ends_of(torch.tensor([3, 100, -5, 7]), 20).tolist() == [3, 20, 20, 20]
     assert ends_of(torch.tensor([3, -5, 7], dtype=torch.int32), 20).tolist() == [3, 3, 10]
 
 
-def takes_splits_of(layout):
+def takes_splits_in_layout(layout):
     problem = Grouped(FP16, [7] * 3 if layout == "expanded" else [7, 0, 12], 16, 24, "swiglu")
     if layout == "int64":
         problem.splits = problem.splits.long()
@@ -213,14 +213,14 @@ def takes_splits_of(layout):
 
 @pytest.mark.parametrize("layout", ["int64", "strided", "expanded"])
 def test_splits(layout):
-    on_ranks(1, takes_splits_of, layout)
+    on_ranks(1, takes_splits_in_layout, layout)
 
 
-# ---- layouts: the same values, laid out otherwise; between them is NaN ----
+# ---- memory layouts: the same values with other strides, and NaN in between ----
 
 
-def _apart(w, dim):
-    """Every second along a dimension of something of twice its size."""
+def _strided(w, dim):
+    """Return ``w`` as every second slice along ``dim`` of a tensor of twice the size."""
     return torch.stack([w, torch.full_like(w, torch.nan)], dim + 1).flatten(dim, dim + 1)[(slice(None),) * dim][
         (slice(None),) * dim + (slice(None, None, 2),)
     ]
@@ -228,11 +228,11 @@ def _apart(w, dim):
 
 W_LAYOUTS = {
     "transposed": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
-    "rows apart": lambda w: _apart(w, 1),
-    "columns apart": lambda w: _apart(w, 2),
-    "experts apart": lambda w: _apart(w, 0),
-    "experts inside": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
-    "transposed, apart": lambda w: _apart(_apart(w.transpose(1, 2), 0), 1).transpose(1, 2),
+    "strided rows": lambda w: _strided(w, 1),
+    "strided columns": lambda w: _strided(w, 2),
+    "strided experts": lambda w: _strided(w, 0),
+    "experts as second dimension": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
+    "transposed and strided": lambda w: _strided(_strided(w.transpose(1, 2), 0), 1).transpose(1, 2),
     "misaligned": lambda w: dense.misaligned(w, torch.nan),
 }
 
@@ -267,22 +267,23 @@ def test_layouts_of_rows(operand, layout):
 
 
 @pytest.mark.parametrize(
-    "layout, copied", [("transposed", ["swiglu"]), ("experts apart", ["swiglu"]), ("rows apart", []), ("given", [])]
+    "layout, copied",
+    [("transposed", ["swiglu"]), ("strided experts", ["swiglu"]), ("strided rows", []), ("contiguous", [])],
 )
-def test_w_is_copied_only_where_it_must_be(layout, copied):
-    given = torch.randn(3, 8, 5)
-    w = given if layout == "given" else W_LAYOUTS[layout](given)
+def test_w_is_copied_only_if_required(layout, copied):
+    contiguous = torch.randn(3, 8, 5)
+    w = contiguous if layout == "contiguous" else W_LAYOUTS[layout](contiguous)
     for activation in ACTIVATIONS:
-        taken = launch.weight_layout(w, activation)[0]
-        assert (taken is not w) == (activation in copied), activation
-    back = w.transpose(1, 2)  # as the gradient of x takes it
+        result = launch.weight_layout(w, activation)[0]
+        assert (result is not w) == (activation in copied), activation
+    back = w.transpose(1, 2)  # the operand of the gradient of x
     assert launch.weight_layout(back)[0] is back
 
 
 # ---- autograd ----
 
 
-def computes_only_the_gradients_asked_for():
+def computes_only_required_gradients():
     for names in itertools.chain.from_iterable(itertools.combinations(("x", "w"), size) for size in range(3)):
         problem = Grouped(FP32, [6, 0, 5], 10, 13, "swiglu")
         problem.x.requires_grad_("x" in names)
@@ -295,8 +296,8 @@ def computes_only_the_gradients_asked_for():
         assert set(results) == {"output", *(f"d{name}" for name in names)}
         problem.check(results)
         assert product.call_count == 1 + ("x" in names) and weight_gradient.call_count == ("w" in names)
-        kept = product.call_args_list[0].args[4]
-        assert kept == bool(names), "what SwiGLU was made of is kept for a gradient only"
+        saves_pre = product.call_args_list[0].args[4]
+        assert saves_pre == bool(names), "the input of SwiGLU is saved only for gradients"
 
 
 def computes_without_grad():
@@ -326,7 +327,7 @@ def goes_backward_twice():
 
 
 def takes_an_expanded_gradient():
-    """What ``output.sum().backward()`` passes down has strides of zero."""
+    """``output.sum().backward()`` passes a gradient with strides of zero."""
     problem = Grouped(FP32, [6, 5], 10, 13, exact=True)
     problem.dy = torch.ones_like(problem.dy)
     expected = problem.run()
@@ -342,8 +343,8 @@ def recomputes_in_a_checkpoint():
     problem.check({"output": output, **problem.gradients()})
 
 
-def obeys_autocast():
-    """fp32 parameters under autocast: computed in bf16, with gradients in fp32."""
+def follows_autocast():
+    """With fp32 parameters under autocast, the call computes in bf16 and the gradients are in fp32."""
     problem = Grouped(BF16, [6, 15], 26, 35, "swiglu")
     problem.x, problem.w = (t.detach().float().requires_grad_() for t in (problem.x, problem.w))
     with torch.autocast(device().type, BF16):
@@ -355,7 +356,7 @@ def obeys_autocast():
     problem.check({"output": output, **{name: gradient.bfloat16() for name, gradient in gradients.items()}})
 
 
-def refuses_second_derivatives():
+def rejects_second_derivatives():
     for activation in ACTIVATIONS:
         problem = Grouped(FP32, [6, 5], 10, 13, activation)
         output = problem.call()
@@ -363,7 +364,7 @@ def refuses_second_derivatives():
             torch.autograd.grad(output, problem.x, problem.dy, create_graph=True)
 
 
-def refuses_forward_mode():
+def rejects_forward_mode():
     problem = Grouped(FP32, [6, 5], 10, 13)
     x, w = problem.x.detach(), problem.w.detach()
     with forward_ad.dual_level():
@@ -374,9 +375,9 @@ def refuses_forward_mode():
 @pytest.mark.parametrize(
     "what",
     [
-        computes_only_the_gradients_asked_for, computes_without_grad, uses_an_output_twice, goes_backward_twice,
-        takes_an_expanded_gradient, recomputes_in_a_checkpoint, obeys_autocast, refuses_second_derivatives,
-        refuses_forward_mode,
+        computes_only_required_gradients, computes_without_grad, uses_an_output_twice, goes_backward_twice,
+        takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
+        rejects_forward_mode,
     ],
     ids=lambda f: f.__name__,
 )
@@ -387,21 +388,21 @@ def test_autograd(what):
 # ---- torch.compile ----
 
 
-def _experts(x, w, down, splits):
+def _expert_layer(x, w, down, splits):
     h = tdkernels.group_gemm(x, w, splits, activation="swiglu_interleaved")
     return tdkernels.group_gemm(h, down, splits, config=CONFIGS["wide tiles"])
 
 
 def compiled_equals_eager():
     torch._dynamo.reset()
-    # The CPU's inductor would need a C++ compiler and much time; it sees the operator through the same graph.
+    # On the CPU inductor needs a C++ compiler and much time. aot_eager traces the operator into the same graph.
     backend = "inductor" if device().type == "cuda" else "aot_eager"
-    compiled = torch.compile(_experts, fullgraph=True, backend=backend)
-    for splits in ([3, 0, 2], [4, 1, 3]):  # another number of rows, which was not traced
+    compiled = torch.compile(_expert_layer, fullgraph=True, backend=backend)
+    for splits in ([3, 0, 2], [4, 1, 3]):  # the second number of rows was not traced
         problem = Grouped(FP32, splits, 12, 7)
         down = torch.randn(3, 5, 6, device=device(), requires_grad=True)
         found = []
-        for function in (compiled, _experts):
+        for function in (compiled, _expert_layer):
             output = function(problem.x, problem.w, down, problem.splits)
             found.append([output.detach(), *torch.autograd.grad(output.square().sum(), [problem.x, problem.w, down])])
         for got, expected in zip(*found, strict=True):
@@ -412,8 +413,8 @@ def test_fullgraph():
     on_ranks(1, compiled_equals_eager)
 
 
-def opchecks():
-    """Schema and fake implementation, where each has something of its own to say."""
+def passes_opcheck():
+    """Check schema and fake implementation with opcheck, with and without an activation."""
     for activation in ("", "swiglu"):
         problem = Grouped(FP32, [3, 2], 12, 7, activation or None)
         x, w = problem.x.detach(), problem.w.detach()
@@ -429,24 +430,24 @@ def opchecks():
 
 
 def test_opcheck():
-    on_ranks(1, opchecks)
+    on_ranks(1, passes_opcheck)
 
 
-# ---- what is refused ----
+# ---- invalid calls ----
 
 _X, _W, _SPLITS = torch.zeros(5, 7), torch.zeros(3, 4, 7), torch.zeros(3, dtype=torch.int32)
-REFUSED = {
-    "x is no tensor": ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, not list"),
-    "w is no tensor": ({"w": None}, TypeError, "w must be a torch.Tensor, not NoneType"),
-    "splits are no tensor": ({"splits": [1, 2, 3]}, TypeError, "splits must be a torch.Tensor, not list"),
+INVALID_CALLS = {
+    "x is not a tensor": ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, not list"),
+    "w is not a tensor": ({"w": None}, TypeError, "w must be a torch.Tensor, not NoneType"),
+    "splits are not a tensor": ({"splits": [1, 2, 3]}, TypeError, "splits must be a torch.Tensor, not list"),
     "x in fp64": ({"x": _X.double()}, TypeError, "x is torch.float64; bfloat16, float16 and float32"),
     "w in int8": ({"w": _W.to(torch.int8)}, TypeError, "w is torch.int8"),
     "two dtypes": ({"w": _W.half()}, TypeError, "x is torch.float32 but w is torch.float16"),
     "splits in fp32": ({"splits": torch.zeros(3)}, TypeError, "splits is torch.float32; int32 and int64"),
     "splits in int16": ({"splits": _SPLITS.short()}, TypeError, "splits is torch.int16"),
-    "w elsewhere": ({"w": _W.to("meta")}, ValueError, "but w is on meta"),
-    "splits elsewhere": ({"splits": _SPLITS.to("meta")}, ValueError, "but splits is on meta"),
-    "all elsewhere": (
+    "w on another device": ({"w": _W.to("meta")}, ValueError, "but w is on meta"),
+    "splits on another device": ({"splits": _SPLITS.to("meta")}, ValueError, "but splits is on meta"),
+    "unsupported device": (
         {"x": _X.to("meta"), "w": _W.to("meta"), "splits": _SPLITS.to("meta")}, ValueError, "x is on meta; cpu and cu",
     ),
     "x of one dimension": ({"x": _X[0]}, ValueError, r"x must have 2 dimensions .*\[7\]"),
@@ -464,28 +465,29 @@ REFUSED = {
     ),
     "another config": ({"config": {"tiles": None}}, TypeError, "config must be a GroupGemmConfig or None, not dict"),
     "another method": ({"config": GroupGemmConfig(method="loop")}, ValueError, 'method must be "fused" or "torch"'),
-    "a bad tile": ({"config": GroupGemmConfig(tiles=Tiles(block_m=48))}, ValueError, "block_m must be a power of two"),
+    "bad tile": ({"config": GroupGemmConfig(tiles=Tiles(block_m=48))}, ValueError, "block_m must be a power of two"),
 }
 
 
-def refuses(changes, error, message):
-    def here(value):
+def rejects_invalid_call(changes, error, message):
+    def to_device(value):
         return value.to(device()) if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
 
-    arguments = {name: here(value) for name, value in {"x": _X, "w": _W, "splits": _SPLITS, **changes}.items()}
+    arguments = {name: to_device(value) for name, value in {"x": _X, "w": _W, "splits": _SPLITS, **changes}.items()}
     with mock.patch.object(launch, "product") as product, pytest.raises(error, match=f"group_gemm: .*{message}"):
         tdkernels.group_gemm(**arguments)
     assert not product.called
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses(case):
-    on_ranks(1, refuses, *REFUSED[case])
+@pytest.mark.parametrize("case", INVALID_CALLS)
+def test_invalid_calls(case):
+    on_ranks(1, rejects_invalid_call, *INVALID_CALLS[case])
 
 
 @needs_gpu
-def test_torch_has_no_grouped_product_of_every_dtype():
-    on_ranks(1, refuses, {"config": TORCH}, ValueError, 'method "torch" needs bfloat16 and sm_90 or sm_100')
+def test_torch_rejects_unsupported_dtypes():
+    message = 'method "torch" needs bfloat16 and sm_90 or sm_100'
+    on_ranks(1, rejects_invalid_call, {"config": TORCH}, ValueError, message)
 
 
 # ---- on GPUs ----
@@ -495,12 +497,12 @@ LARGE = [([700, 0, 1300, 1, 64, 500, 128, 300], 1536, 1024)]
 
 @needs_gpu
 @each_activation
-def test_larger_than_many_tiles(activation):
+def test_many_tiles(activation):
     on_ranks(1, computes, BF16, LARGE, activation, spare=7)
 
 
 @needs_gpu
-def test_larger_than_many_tiles_by_torch():
+def test_torch_many_tiles():
     on_ranks(1, computes, BF16, LARGE, None, TORCH, spare=7)
 
 
@@ -522,5 +524,5 @@ def replays_with_other_splits():
 
 
 @needs_gpu
-def test_a_graph_takes_the_splits_as_they_are():
+def test_graph_reads_current_splits():
     on_ranks(1, replays_with_other_splits)

@@ -1,4 +1,4 @@
-"""What tp_moe and its halves are asked to compute, as functions that every rank runs. test_tp_moe.py asks."""
+"""Test bodies for tp_moe and its two stages. Every rank runs them; test_tp_moe.py starts them."""
 
 import contextlib
 from unittest import mock
@@ -36,9 +36,9 @@ SMALL = dict(tokens=6, k=2, experts=3, width=10, hidden=3)
 
 @contextlib.contextmanager
 def poisoned_outputs():
-    """Memory that nobody has written holds NaN, or the largest of integers."""
+    """Fill uninitialized memory with NaN, or with the largest integer, within this context."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fill what is new
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors
     try:
         assert torch.empty(3).isnan().all()
         yield
@@ -46,11 +46,11 @@ def poisoned_outputs():
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-# ---- what it computes ----
+# ---- forward and gradients ----
 
 
 def computes(spec, config):
-    """Forward and every gradient; and the specification's forward is the same."""
+    """Check forward and all gradients, and the forward of the reference."""
     layer = Sliced(**spec)
     with poisoned_outputs():
         results = layer.run(config=CONFIGS[config])
@@ -60,8 +60,8 @@ def computes(spec, config):
         layer.check({"y": layer.call(tdkernels.tp_moe_ref)})
 
 
-def gives_rows(spec, config):
-    """The first half alone: which row is whose, and what it is, to the bit."""
+def computes_gate_up_stage(spec, config):
+    """Check the gate-up stage alone: the routing and the rows, bitwise."""
     layer = Sliced(**spec, activation=None, exact=True)
     with poisoned_outputs():
         h, routing = tdkernels.moe_ag_gemm(
@@ -79,25 +79,25 @@ def gives_rows(spec, config):
 
 
 def check_routing(layer, routing):
-    """splits, choices and rows of what ``layer`` has for ids."""
+    """Check splits, choices and rows of the routing of the layer's ids."""
     ids, k = layer.all_ids.flatten(), layer.ids.shape[1]
     valid = ids >= 0
     splits = torch.bincount(ids[valid], minlength=layer.experts)
     assert routing.splits.dtype == torch.int32 and routing.splits.tolist() == splits.tolist()
     choices, rows = routing.choices[: int(valid.sum())].long(), routing.rows.flatten()
-    assert torch.equal(choices.sort().values, valid.nonzero().flatten()), "every choice has one row"
-    assert torch.equal(ids[choices], torch.repeat_interleave(splits)), "rows are grouped by expert"
+    assert torch.equal(choices.sort().values, valid.nonzero().flatten()), "each assignment must have one row"
+    assert torch.equal(ids[choices], torch.repeat_interleave(splits)), "rows must be grouped by expert"
     assert routing.rows.shape == (len(layer.all_ids), k)
     assert torch.equal(rows[choices], torch.arange(len(choices), device=rows.device, dtype=torch.int32))
-    assert torch.equal(rows == -1, ~valid), "what is dropped has no row"
+    assert torch.equal(rows == -1, ~valid), "a dropped assignment must have no row"
     sources = choices // (layer.tokens * k)
     for source in sources.split(splits.tolist()):
         own = source == layer.rank
-        assert own[: int(own.sum())].all(), "our own tokens are not an expert's first"
+        assert own[: int(own.sum())].all(), "each expert's rows must begin with this rank's tokens"
 
 
-def runs_halves_twice(spec, config):
-    """One routing for two second halves, of other weights and widths: each the layer that is not divided."""
+def reuses_routing_for_two_down_stages(spec, config):
+    """Use one routing for two down stages with other weights and widths, and compare with the unsharded layer."""
     layers = [Sliced(**spec), Sliced(**spec | {"width": spec["width"] + 8})]
     first, other = layers
     other.ids, other.all_ids = first.ids, first.all_ids
@@ -108,7 +108,7 @@ def runs_halves_twice(spec, config):
     h, routing = tdkernels.moe_ag_gemm(x, first.ids, w, activation=first.activation, config=CONFIGS[config])
     ys = [tdkernels.moe_gemm_rs(h, routing, weights, down, config=CONFIGS[config]) for down in downs]
     first.check({"y": ys[0].detach()})
-    # The second's gradient is of zeros, so that the sum is that of the first.
+    # The second output gets a gradient of zeros, so that the sums are the gradients of the first.
     (ys[0] * first.dy).sum().add((ys[1] * 0).sum()).backward()
     first.check(first.gradients())
     assert downs[1].grad.shape == downs[1].shape and not downs[1].grad.any()
@@ -120,8 +120,8 @@ def runs_halves_twice(spec, config):
 # ---- autograd ----
 
 
-def computes_what_is_wanted():
-    """Any one gradient alone; and nothing is launched for others."""
+def computes_only_required_gradients():
+    """Each gradient can be computed alone, and nothing is launched for the others."""
     layer = Sliced(**SMALL, dtype=FP32, seed=5)
     for name, launches in (
         ("x", (2, 2, 0, 0)), ("topk_weights", (2, 1, 0, 0)), ("w_gate_up", (2, 1, 1, 1)), ("w_down", (2, 1, 0, 1)),
@@ -130,15 +130,15 @@ def computes_what_is_wanted():
             mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as ag,
             mock.patch.object(tp_moe_launch_gemm_rs, "launch", wraps=tp_moe_launch_gemm_rs.launch) as rs,
             mock.patch.object(AsyncAllGather, "start", wraps=AsyncAllGather.start) as gather,
-            mock.patch.object(grouped_launch, "weight_gradient", wraps=grouped_launch.weight_gradient) as of_weight,
+            mock.patch.object(grouped_launch, "weight_gradient", wraps=grouped_launch.weight_gradient) as wgrad,
         ):
             results = layer.run(wanted=(name,))
         assert set(results) == {"y", f"d{name}"}
         layer.check(results)
-        assert tuple(spy.call_count for spy in (ag, rs, gather, of_weight)) == launches, name
+        assert tuple(spy.call_count for spy in (ag, rs, gather, wgrad)) == launches, name
 
 
-def keeps_nothing_without_grad():
+def saves_nothing_without_grad():
     layer = Sliced(**SMALL, seed=6)
     layer.require()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -166,7 +166,7 @@ def uses_an_output_twice():
 
 
 def takes_an_expanded_gradient():
-    """What ``y.sum().backward()`` passes down has strides of zero."""
+    """``y.sum().backward()`` passes a gradient with strides of zero."""
     layer = Sliced(**SMALL, dtype=FP32, seed=9)
     layer.dy = torch.ones_like(layer.dy)
     expected = layer.run()
@@ -183,7 +183,7 @@ def recomputes_in_a_checkpoint():
     layer.check({"y": y.detach(), **layer.gradients()})
 
 
-def casts_as_autocast_says():
+def follows_autocast():
     layer = Sliced(**SMALL, seed=11)
     layer.own = {name: operand.float() for name, operand in layer.own.items()}
     with torch.autocast(device().type, BF16):
@@ -192,10 +192,10 @@ def casts_as_autocast_says():
     layer.check({name: result if name == "dtopk_weights" else result.to(BF16) for name, result in results.items()})
 
 
-def refuses_second_derivatives():
+def rejects_second_derivatives():
     layer = Sliced(**SMALL, dtype=FP32, seed=12)
     layer.require()
-    # torch's product for GPUs takes neither fp32 nor rows like these.
+    # torch's grouped GEMM for GPUs supports neither fp32 nor these widths.
     for config in ("default",) if device().type == "cuda" else ("default", "torch"):
         y = layer.call(config=CONFIGS[config])
         with pytest.raises(RuntimeError, match="moe_gemm_rs: second derivatives"):
@@ -205,8 +205,8 @@ def refuses_second_derivatives():
             torch.autograd.grad(h, layer.own["x"], torch.ones_like(h), create_graph=True)
 
 
-def runs_between_graphs():
-    """torch.compile takes what is before and after, and leaves the call as it is."""
+def compiles_with_graph_breaks():
+    """torch.compile compiles the code before and after the call and runs the call outside the graphs."""
     torch._dynamo.reset()
     layer = Sliced(**SMALL, dtype=FP32, seed=16)
     layer.require()
@@ -220,17 +220,17 @@ def runs_between_graphs():
 
 
 AUTOGRAD = [
-    computes_what_is_wanted, keeps_nothing_without_grad, goes_backward_twice, uses_an_output_twice,
-    takes_an_expanded_gradient, recomputes_in_a_checkpoint, casts_as_autocast_says, refuses_second_derivatives,
-    runs_between_graphs,
+    computes_only_required_gradients, saves_nothing_without_grad, goes_backward_twice, uses_an_output_twice,
+    takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
+    compiles_with_graph_breaks,
 ]
 
 
-# ---- operands as they may lie ----
+# ---- memory layouts ----
 
 
 def takes_any_layout():
-    """Transposed weights, rows apart, ids of 32 bits and a gradient by columns: the same bits as of plain ones."""
+    """Transposed weights and gradients, strided rows and int32 ids give the same bits as contiguous operands."""
     layer = Sliced(**SMALL | {"hidden": 4}, activation=None, seed=13)
     expected = layer.run()
     layer.check(expected)
@@ -248,7 +248,7 @@ def takes_any_layout():
 
 
 def computes_in_a_subgroup():
-    """Of the last two ranks; the first does something else. A routing is of its group alone."""
+    """Compute in a group of the last two ranks; rank 0 makes no call. Another group rejects the routing."""
     with a_group([1, 2]) as group:
         if dist.get_rank() == 0:
             return
@@ -260,11 +260,11 @@ def computes_in_a_subgroup():
         del group, routing, layer
 
 
-# ---- what cannot be ----
+# ---- errors ----
 
 
-def refuses_wrong_ids():
-    """One id of one rank: all are told, and the next call is right."""
+def rejects_invalid_ids():
+    """If one rank has an invalid id, every rank raises an error, and the next call is correct."""
     layer = Sliced(**SMALL, seed=15)
     right = layer.ids
     for wrong in (layer.experts, -2, 1 << 40, -(1 << 40)):
@@ -278,9 +278,12 @@ def refuses_wrong_ids():
         layer.check({"y": layer.call().detach()})
 
 
-def one_hears_of_wrong_ids_on_the_way():
-    """Rank 0 could hear of them at each launch, the others at none: it goes on, backward too, where tiles of other rows
-    are listed, for the others wait for it. Then all are told, and the next call is right."""
+def early_invalid_id_error_keeps_ranks_in_step():
+    """An invalid id is visible to the host of rank 0 at each launch, and to the other hosts at none.
+
+    Rank 0 continues, since the other ranks wait for it, also in the backward, whose tiles have another height. Then
+    every rank raises the error, and the next call is correct.
+    """
     tall = MoeTpConfig(tiles=TALL, num_comm_sms=1)
     config_of_gradient = mock.patch.object(steps, "config_of_gradient", lambda *call: tall)
     with a_group() as group, config_of_gradient:
@@ -289,9 +292,9 @@ def one_hears_of_wrong_ids_on_the_way():
         right, layer.ids = layer.ids, layer.ids.clone()
         if layer.rank == 1:
             layer.ids[0, 1] = layer.experts
-        late = mock.patch.object(Workspace, "after_launch", _ends_a_launch)
-        deaf = mock.patch.object(Workspace, "_raise_note") if layer.rank else contextlib.nullcontext()
-        with timeout(5.0), late, deaf:
+        launch_ends_first = mock.patch.object(Workspace, "after_launch", _wait_for_launch)
+        unread_mailbox = mock.patch.object(Workspace, "_raise_note") if layer.rank else contextlib.nullcontext()
+        with timeout(5.0), launch_ends_first, unread_mailbox:
             layer.run(config=CONFIGS["three stages"])
         with pytest.raises(ValueError, match=r"tp_moe: 1 of all ranks' topk_ids are not -1 to num_experts - 1 = 2"):
             tdkernels.synchronize()
@@ -303,20 +306,20 @@ def one_hears_of_wrong_ids_on_the_way():
 _after_launch = Workspace.after_launch
 
 
-def _ends_a_launch(workspace, stream=None):
-    """``after_launch`` of a launch that has ended, but the host does not look at what the kernel recorded."""
+def _wait_for_launch(workspace, stream=None):
+    """Replace ``after_launch``: wait for the launch, without a check for errors that the kernel recorded."""
     with mock.patch.object(workspace, "check"):
         _after_launch(workspace, stream)
     if workspace.device.type == "cuda":
         torch.cuda.synchronize(workspace.device)
 
 
-def refuses():
-    """Before anything is launched, so each rank by itself; then everything is as before."""
+def rejects_invalid_arguments():
+    """Each rank rejects invalid arguments locally, before any launch; later calls are correct."""
     layer = Sliced(4, 2, 3, 16, 8)
     x, ids, weights, w_gate_up, w_down = layer.operands()
-    good = dict(x=x, topk_ids=ids, topk_weights=weights, w_gate_up=w_gate_up, w_down=w_down)
-    of_first = [
+    valid = dict(x=x, topk_ids=ids, topk_weights=weights, w_gate_up=w_gate_up, w_down=w_down)
+    gate_up_errors = [
         (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
         (dict(x=x.double()), TypeError, "x is torch.float64; bfloat16, float16 and float32"),
         (dict(x=x.float()), TypeError, "x is torch.float32 but w.* is torch.bfloat16"),
@@ -343,7 +346,7 @@ def refuses():
         (dict(config=MoeTpConfig(tiles=Tiles(block_m=24))), ValueError, "block_m must be a power of two"),
         (dict(group="world"), TypeError, "group"),
     ]
-    of_both = [
+    down_errors = [
         (dict(topk_weights=None), TypeError, "topk_weights must be a torch.Tensor, not NoneType"),
         (dict(topk_weights=weights.double()), TypeError, "topk_weights is torch.float64"),
         (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights \[4, 1\] must have the shape of .* \[4, 2\]"),
@@ -354,24 +357,26 @@ def refuses():
         (dict(w_down=w_down[:2]), ValueError, r"w_down \[2, 16, 8\] must be .* = \[3, 16, 8\]"),
         (dict(activation=None), ValueError, r"w_down \[3, 16, 8\] must be .* = \[3, 16, 16\]"),
     ]
-    for changes, kind, words in of_first + of_both:
-        check_refusal("tp_moe", lambda **call: tdkernels.tp_moe(**call), good, changes, kind, words)
-    for changes, kind, words in of_first:
+    for changes, kind, message in gate_up_errors + down_errors:
+        check_rejection("tp_moe", lambda **call: tdkernels.tp_moe(**call), valid, changes, kind, message)
+    for changes, kind, message in gate_up_errors:
         changes = dict(changes)
-        first = dict(x=x, topk_ids=ids, w=w_gate_up, activation="swiglu")
+        gate_up_arguments = dict(x=x, topk_ids=ids, w=w_gate_up, activation="swiglu")
         if "w_gate_up" in changes:
             changes["w"] = changes.pop("w_gate_up")
-        check_refusal("moe_ag_gemm", lambda **call: tdkernels.moe_ag_gemm(**call), first, changes, kind, words)
-    refuses_in_the_second_half(layer)
+        check_rejection(
+            "moe_ag_gemm", lambda **call: tdkernels.moe_ag_gemm(**call), gate_up_arguments, changes, kind, message
+        )
+    rejects_invalid_down_stage_arguments(layer)
     layer.check({"y": layer.call()})
 
 
-def refuses_in_the_second_half(layer):
+def rejects_invalid_down_stage_arguments(layer):
     x, ids, weights, w_gate_up, w = layer.operands()
     h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu")
-    good = dict(h=h, routing=routing, topk_weights=weights, w=w)
+    valid = dict(h=h, routing=routing, topk_weights=weights, w=w)
     rows = len(h)
-    for changes, kind, words in (
+    for changes, kind, message in (
         (dict(routing=ids), TypeError, "routing must be the MoeRouting of a moe_ag_gemm, not Tensor"),
         (dict(h=h[1:]), ValueError, rf"h \[{rows - 1}, 8\] must have the routing's {rows} rows"),
         (dict(h=h.float()), TypeError, "h is torch.float32 but w is torch.bfloat16"),
@@ -382,10 +387,10 @@ def refuses_in_the_second_half(layer):
         (dict(topk_weights=weights.double()), TypeError, "topk_weights is torch.float64"),
         (dict(config=3), TypeError, "config must be a MoeTpConfig or None, not int"),
     ):
-        check_refusal("moe_gemm_rs", lambda **call: tdkernels.moe_gemm_rs(**call), good, changes, kind, words)
+        check_rejection("moe_gemm_rs", lambda **call: tdkernels.moe_gemm_rs(**call), valid, changes, kind, message)
 
 
-def check_refusal(operator, call, good, changes, kind, words):
-    with pytest.raises(kind, match=words) as caught:
-        call(**{**good, **changes})
+def check_rejection(operator, call, valid, changes, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        call(**{**valid, **changes})
     assert "group" in changes or str(caught.value).startswith(f"{operator}: "), str(caught.value)

@@ -1,9 +1,9 @@
-"""Experts that are sliced between the ranks, and what comes of them, from the layer that is not divided.
+"""Expected results of tensor-parallel experts, computed from the unsharded layer.
 
     layer = Sliced(20, k=2, experts=5, width=33, hidden=13)      # tokens of each rank; channels of a rank
-    layer.check(layer.run())                                     # forward and every gradient, by name
+    layer.check(layer.run())                                     # forward and all gradients, by name
 
-Every rank makes the same operands of all ranks from the seed and keeps its own part of them.
+Every rank draws the operands of all ranks from the seed and keeps its shards of them.
 """
 
 import torch
@@ -19,17 +19,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Sliced:
-    """All ranks' tokens and whole experts, and this rank's part of them.
+    """Tokens of all ranks and whole experts, and this rank's shards of them.
 
     Args:     tokens: M / W; k, experts, width: k, E, H; hidden: I / W
               activation: as of tp_moe
-              ids: "any", which may be -1 or twice the same; "distinct"; "one" expert for all; "few" of them; "none"
-              weights: the dtype of topk_weights; that of a choice of no expert is NaN, since nobody may look at it
-              exact: values so small that every sum of one product is exact in every dtype
-              group: None for the world
+              ids: "any", with duplicates and -1; "distinct"; "one" expert for all; "few" experts; "none", all -1
+              weights: dtype of topk_weights; the weight of an assignment with id -1 is NaN, since it must not be read
+              exact: small integers, so that the sums of one GEMM are exact in every dtype
+              group: None: the world group
 
-    ``own`` has this rank's operands by name, on its device, and ``ids`` the ids; ``whole`` and ``all_ids`` those of all
-    ranks. A test may replace ``own`` and ``ids`` by tensors of the same values.
+    ``own`` maps names to this rank's operands, on its device, and ``ids`` are its ids. ``whole`` and ``all_ids`` are
+    the unsharded ones. A test may replace ``own`` and ``ids`` by tensors of the same values.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Sliced:
 
         all_ids = _draw_ids(ids, total, k, experts, generator)
         all_weights = torch.rand(total, k, generator=generator).to(weights)
-        halves = 2 if activation else 1
+        projections = 2 if activation else 1
         self.all_ids = all_ids.to(device())
         self.whole = {
             "x": draw(total, width), "topk_weights": all_weights.where(all_ids >= 0, torch.nan),
-            "w_gate_up": draw(experts, halves * channels, width, scale=width**-0.5),
+            "w_gate_up": draw(experts, projections * channels, width, scale=width**-0.5),
             "w_down": draw(experts, width, channels, scale=channels**-0.5),
         }
         self.all_dy = draw(total, width).to(device())
@@ -64,14 +64,14 @@ class Sliced:
         self._expected = {}
 
     def part(self, name, whole, rank):
-        """A rank's part of a whole operand, of its gradient or of y."""
+        """Return a rank's shard of a whole operand, of its gradient, or of y."""
         if name == "w_down":
             return whole.tensor_split(self.world_size, 2)[rank]
         if name != "w_gate_up":
             return whole[rank * self.tokens : (rank + 1) * self.tokens]
         if self.activation is None:
             return whole.tensor_split(self.world_size, 1)[rank]
-        gate, up = (half.tensor_split(self.world_size, 1)[rank] for half in whole.chunk(2, dim=1))
+        gate, up = (matrix.tensor_split(self.world_size, 1)[rank] for matrix in whole.chunk(2, dim=1))
         if self.activation == "swiglu":
             return torch.cat([gate, up], dim=1)
         return torch.stack([gate, up], dim=2).flatten(1, 2)
@@ -85,26 +85,26 @@ class Sliced:
         return function(*self.operands(), activation=self.activation, group=self.group, **options)
 
     def run(self, wanted=NAMES, **options):
-        """Forward and backward: y and the gradients of the operands that are wanted, by name."""
+        """Run forward and backward; return y and the gradients of the wanted operands, by name."""
         self.require(wanted)
         y = self.call(**options)
         y.backward(self.dy)
         return {"y": y.detach(), **self.gradients()}
 
     def require(self, wanted=NAMES):
-        """Let the named operands, and no others, want a gradient, of which they have none yet."""
+        """Set requires_grad for the named operands only, and clear all gradients."""
         self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
 
     def gradients(self):
-        """The gradients that the operands have, by name."""
+        """Return the gradients of the operands, by name."""
         return {f"d{name}": operand.grad for name, operand in self.own.items() if operand.grad is not None}
 
     # ---- checks ----
 
     def check(self, results):
-        """Each of the named results of all ranks, no further from fp64 than twice what plain torch is; collective.
+        """Check that the error of each named result is at most twice the error of plain torch. Collective.
 
-        Of all ranks together: a rank may have so few numbers that plain torch has them right by luck.
+        The results of all ranks are checked together, since plain torch may be exact by chance on a few elements.
         """
         tdkernels.synchronize()
         ranks = [None] * self.world_size
@@ -120,7 +120,7 @@ class Sliced:
             assert_close(f"{name} of {self.title}", *parts)
 
     def expected(self, dtype):
-        """y and gradients of the layer that is not divided, on the CPU."""
+        """Return y and the gradients of the unsharded layer, on the CPU."""
         if dtype not in self._expected:
             operands = {name: operand.to(dtype) for name, operand in self.whole.items()}
             operands["topk_weights"] = self.whole["topk_weights"]
@@ -136,6 +136,6 @@ def _draw_ids(ids, total, k, experts, generator):
         return torch.randint(-1, experts, (total, k), generator=generator)
     if ids == "distinct":
         return torch.rand(total, experts, generator=generator).argsort(1)[:, :k]
-    if ids == "few":  # the last and the one in the middle
+    if ids == "few":  # the last and the middle one
         return torch.tensor([experts - 1, experts // 2])[torch.randint(2, (total, k), generator=generator)]
     return torch.full((total, k), {"one": experts // 2, "none": -1}[ids])

@@ -1,6 +1,6 @@
-"""What holds between the ranks of tp_moe and its halves, as functions that every rank runs.
+"""Test bodies for the synchronization between ranks in tp_moe and its stages. Every rank runs them.
 
-test_tp_moe_ranks.py asks: the same bits whenever, memory used again, disagreement, and peers that come late or never.
+test_tp_moe_ranks.py starts them: determinism, memory reuse, disagreement, and late or missing peers.
 """
 
 import random
@@ -18,7 +18,7 @@ from tests.ops.experts.tp_moe.oracle import FP16, FP32, Sliced
 from tests.support.ranks import a_group
 from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
-# Few kinds of calls, since a GPU compiles each.
+# Few kinds, since each is compiled on a GPU.
 KINDS = [
     (dict(tokens=18, k=2, experts=3, width=20, hidden=5, seed=1), "three stages"),
     (dict(tokens=5, k=1, experts=2, width=40, hidden=3, dtype=FP16, activation=None, seed=2), "default"),
@@ -26,9 +26,9 @@ KINDS = [
 ]
 
 
-def repeats(kinds, calls, seed):
-    """The same bits in every call, between which ranks wait at random and all memory is filled with NaNs."""
-    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+def is_bitwise_deterministic(kinds, calls, seed):
+    """Repeated calls give the same bits, with random delays on each rank and all memory filled with NaN in between."""
+    rng, rank_rng = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     layers = []
     for spec, config in kinds:
         layer = Sliced(**spec)
@@ -36,23 +36,23 @@ def repeats(kinds, calls, seed):
         layer.check(layers[-1][2])
     with poisoned_outputs():
         for _ in range(calls):
-            layer, config, expected = of_all.choice(layers)
-            if of_all.random() < 0.3:
+            layer, config, expected = rng.choice(layers)
+            if rng.random() < 0.3:
                 poison()
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             layer.require()
             y = layer.call(config=config)
-            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            time.sleep(rank_rng.choice([0.0, rank_rng.uniform(0.0, 0.02)]))
             y.backward(layer.dy)
-            if of_all.random() < 0.3:
-                poison()  # what we got is ours and does not change with the workspace
+            if rng.random() < 0.3:
+                poison()  # results must not alias the workspace
             tdkernels.synchronize()
             for name, result in {"y": y.detach(), **layer.gradients()}.items():
                 assert torch.equal(result, expected[name]), f"{name} of {layer.title}"
 
 
-def outruns_its_peers(calls):
-    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+def runs_ahead_of_peers(calls):
+    """Make calls with new data back to back, so that ranks run ahead of each other."""
     spec, config = dict(tokens=3, k=1, experts=2, width=12, hidden=4), CONFIGS["one stage"]
     layers = [Sliced(**spec, seed=seed) for seed in range(calls)]
     layers[0].run(config=config)
@@ -77,56 +77,57 @@ def waits_for_a_slow_rank():
         layer.check({"y": y.detach(), **layer.gradients()})
 
 
-# ---- ranks that do not agree ----
+# ---- ranks that disagree ----
 
-USUAL = dict(tokens=3, k=2, experts=3, width=8, hidden=8)
-OTHER = MoeTpConfig(tiles=LOW, chunk_rows=32)
-# What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
+BASE_SPEC = dict(tokens=3, k=2, experts=3, width=8, hidden=8)
+OTHER_CONFIG = MoeTpConfig(tiles=LOW, chunk_rows=32)
+# Changes of the layer and the options of rank 1 of three; then the reported field, its value on rank 1 and elsewhere.
 DISAGREEMENTS = {
     "tokens": (dict(tokens=4), {}, "M/W", 4, 3),
     "no tokens": (dict(tokens=0), {}, "M/W", 0, 3),
     "width": (dict(width=16), {}, "H", 16, 8),
     "channels": (dict(hidden=5), {}, "w", "[3, 10, 8]", "[3, 16, 8]"),
-    "choices": (dict(k=3), {}, "k", 3, 2),
+    "k": (dict(k=3), {}, "k", 3, 2),
     "experts": (dict(experts=4), {}, "w", "[4, 16, 8]", "[3, 16, 8]"),
     "dtype": (dict(dtype=FP32), {}, "dtype", '"torch.float32"', '"torch.bfloat16"'),
     "activation": (dict(activation="swiglu_interleaved"), {}, "activation", '"swiglu_interleaved"', '"swiglu"'),
-    "chunks": ({}, {"config": OTHER}, "config", "chunk_rows=32", "left to autotune"),
+    "chunks": ({}, {"config": OTHER_CONFIG}, "config", "chunk_rows=32", "left to autotune"),
     "method": ({}, {"config": CONFIGS["torch"]}, "config", "method=torch", "left to autotune"),
 }
 
 
-def disagrees(what):
-    """Everybody is told, and the group is as good as before."""
-    changes, options, field, there, elsewhere = DISAGREEMENTS[what]
-    odd = dist.get_rank() == 1
+def reports_disagreement(what):
+    """Every rank reports the disagreement, and the group stays usable."""
+    changes, options, field, odd_value, common_value = DISAGREEMENTS[what]
+    differs = dist.get_rank() == 1
     with a_group() as group:
-        layer, usual = Sliced(**USUAL | (changes if odd else {}), group=group), Sliced(**USUAL, group=group)
-        error = failure_of(layer.call, **(options if odd else {}))
-        check_disagreement(error, "tp_moe", field, there, elsewhere)
-        usual.check({"y": usual.call()})
-        del group, layer, usual
+        layer = Sliced(**BASE_SPEC | (changes if differs else {}), group=group)
+        base_layer = Sliced(**BASE_SPEC, group=group)
+        error = failure_of(layer.call, **(options if differs else {}))
+        check_disagreement(error, "tp_moe", field, odd_value, common_value)
+        base_layer.check({"y": base_layer.call()})
+        del group, layer, base_layer
 
 
-def check_disagreement(error, operator, field, there, elsewhere):
+def check_disagreement(error, operator, field, odd_value, common_value):
     assert type(error) is ValueError, repr(error)
-    for words in (f"{operator}: the ranks disagree", f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}"):
-        assert words in str(error), f"{words} in {error}"
+    for part in (f"{operator}: the ranks disagree", f"{field} is ", f"{common_value}", "on ranks 0, 2", f"{odd_value}"):
+        assert part in str(error), f"{part} in {error}"
     assert "on rank 1" in str(error), str(error)
 
 
-def disagrees_in_the_second_half(what):
-    odd = dist.get_rank() == 1
+def reports_disagreement_in_down_stage(what):
+    differs = dist.get_rank() == 1
     with a_group() as group:
-        layer = Sliced(**USUAL, group=group)
+        layer = Sliced(**BASE_SPEC, group=group)
         x, ids, weights, w_gate_up, w_down = layer.operands()
         h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu", group=group)
         w, config = w_down, None
         if what == "width":
-            w = w_down[:, : 8 - 2 * odd]
+            w = w_down[:, : 8 - 2 * differs]
             expected = "w", "[3, 6, 8]", "[3, 8, 8]"
         else:
-            config = CONFIGS["torch"] if odd else None
+            config = CONFIGS["torch"] if differs else None
             expected = "config", "method=torch", "left to autotune"
         error = failure_of(tdkernels.moe_gemm_rs, h, routing, weights, w, group=group, config=config)
         check_disagreement(error, "moe_gemm_rs", *expected)
@@ -134,9 +135,9 @@ def disagrees_in_the_second_half(what):
         del group, layer, routing
 
 
-def disagrees_in_the_operator():
+def reports_operator_mismatch():
     with a_group() as group:
-        layer = Sliced(**USUAL, group=group)
+        layer = Sliced(**BASE_SPEC, group=group)
         x, ids, _, w, _ = layer.operands()
         if dist.get_rank() == 1:
             error = failure_of(tdkernels.moe_ag_gemm, x, ids, w, activation="swiglu", group=group)
@@ -148,41 +149,42 @@ def disagrees_in_the_operator():
         del group, layer
 
 
-# Another way to call than the usual one, which rank 1 takes; both are known.
-KNOWN = {
+# Changes of a second cached call. Rank 1 makes it, and the other ranks make the base call.
+CACHED_CALLS = {
     "tokens": dict(tokens=4),
-    "choices": dict(k=1),
+    "k": dict(k=1),
     "width": dict(width=16),
     "stages": dict(config=MoeTpConfig(tiles=LOW, num_comm_sms=2, chunk_rows=16, stages=3)),
 }
 
 
-def is_not_fooled_by_a_known_plan(what):
-    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
-    changes = dict(KNOWN[what])
+def detects_mismatch_of_cached_plans(what):
+    """If ranks mix two cached calls, the consensus check is skipped, and the plan ids in the signals reveal it."""
+    changes = dict(CACHED_CALLS[what])
     config = changes.pop("config", CONFIGS["one stage"])
     with a_group() as group:
-        ways = [(Sliced(**USUAL, group=group), CONFIGS["one stage"]), (Sliced(**USUAL | changes, group=group), config)]
-        for layer, config in ways * 2:
+        base_layer, layer = (Sliced(**BASE_SPEC | others, group=group) for others in ({}, changes))
+        variants = [(base_layer, CONFIGS["one stage"]), (layer, config)]
+        for layer, config in variants * 2:
             layer.check({"y": layer.call(config=config)})
         dist.barrier()
-        layer, config = ways[dist.get_rank() == 1]
+        layer, config = variants[dist.get_rank() == 1]
         with timeout(1.0):
             error = failure_of(layer.call, config=config)
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
         again = failure_of(layer.call, config=config)
         assert again is not None
-        del group, layer, ways
+        del group, base_layer, layer, variants
 
 
-# ---- ranks that do not come ----
+# ---- late and missing ranks ----
 
 LAUNCHES = {"rows": tp_moe_launch_ag_gemm, "sums": tp_moe_launch_gemm_rs}
 
 
 def loses_rank_1(leave, when, timeout_s):
-    """Rank 1 is gone before its tokens or its sums; the others say so, now and whenever asked again."""
-    layer = Sliced(**USUAL)
+    """Rank 1 dies before it sends its tokens or its sums; the others time out, in later calls as well."""
+    layer = Sliced(**BASE_SPEC)
     for _ in range(2):
         layer.check({"y": layer.call()})
     tdkernels.set_timeout(timeout_s)
@@ -198,11 +200,11 @@ def loses_rank_1(leave, when, timeout_s):
     raise error
 
 
-def comes_when_rank_0_has_given_up(when):
-    """Rank 1 is late. Whoever needs what rank 0 would have made of what it had not, must not get anything."""
+def times_out_on_rank_0(when):
+    """Rank 1 is late, and rank 0 times out first. Ranks that need data from rank 0 must not get a result."""
     rank = dist.get_rank()
     with a_group() as group:
-        layer = Sliced(**USUAL, group=group)
+        layer = Sliced(**BASE_SPEC, group=group)
         for _ in range(2):
             expected = layer.call()
             layer.check({"y": expected})

@@ -21,7 +21,7 @@ def step(layer):
 
 
 def captured(layer, function):
-    """(a graph of ``function(layer)``, what it leaves), after the warm-up on a side stream that capture asks for."""
+    """Capture ``function(layer)`` after a warm-up on a side stream; return (graph, results)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -35,7 +35,7 @@ def captured(layer, function):
 
 
 def refill(static, fresh):
-    """Put the operands of one layer where a graph reads those of another."""
+    """Copy the operands of layer ``fresh`` into the static operands of a graph."""
     with torch.no_grad():
         for name in NAMES:
             static.own[name].copy_(fresh.own[name])
@@ -57,15 +57,15 @@ def replays_with_new_data(backward):
             graph.replay()
             fresh.check(results)
             seed += 1
-        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        # Eager calls of the same and of other sizes must not desynchronize the epochs of the graph and the workspace.
         eager = Sliced(**SPEC, seed=seed)
         eager.check(eager.run())
         other = Sliced(9, 2, 3, 20, 5, FP32, seed=seed)
         other.check(other.run())
 
 
-def survives_growth():
-    """A graph keeps the buffers that it was captured with when later calls need larger ones."""
+def keeps_buffers_after_workspace_growth():
+    """A graph keeps its captured buffers if later calls need larger ones."""
     static = Sliced(**SPEC)
     static.require()
     graph, results = captured(static, step)
@@ -78,8 +78,8 @@ def survives_growth():
         fresh.check(results)
 
 
-def says_when_ids_of_a_replay_are_wrong():
-    """Told once, on all ranks; the next replay is right."""
+def reports_invalid_ids_of_a_replay():
+    """A replay with invalid ids raises an error once, on all ranks; the next replay is correct."""
     static = Sliced(**SPEC)
     static.require()
     graph, results = captured(static, step)
@@ -96,7 +96,7 @@ def says_when_ids_of_a_replay_are_wrong():
         fresh.check(results)
 
 
-def refuses_to_capture_a_first_call():
+def rejects_capture_of_first_call():
     with a_group() as group:
         layer = Sliced(**SPEC, group=group)
         torch.cuda.synchronize()
@@ -108,8 +108,8 @@ def refuses_to_capture_a_first_call():
         del group, layer
 
 
-def is_launched_without_waiting():
-    """All of a step is in the queue while the GPU is still busy with what came before."""
+def launches_without_host_wait():
+    """The host enqueues a whole step while the GPU is still busy with earlier work."""
     layer = Sliced(**SPEC)
     layer.require()
     step(layer)
@@ -118,7 +118,7 @@ def is_launched_without_waiting():
     busy = torch.cuda.Event()
     busy.record()
     results = step(layer)
-    assert not busy.query(), "the host has waited for the GPU"
+    assert not busy.query(), "the host waited for the GPU"
     layer.check(results)
 
 
@@ -131,18 +131,18 @@ def test_replay(world_size, backward):
     on_ranks(world_size, replays_with_new_data, backward)
 
 
-def test_growth():
-    on_ranks(2, survives_growth)
+def test_workspace_growth():
+    on_ranks(2, keeps_buffers_after_workspace_growth)
 
 
-def test_replay_of_wrong_ids():
-    on_ranks(2, says_when_ids_of_a_replay_are_wrong)
+def test_replay_with_invalid_ids():
+    on_ranks(2, reports_invalid_ids_of_a_replay)
 
 
-def test_what_cannot_be_captured():
-    on_ranks(2, refuses_to_capture_a_first_call)
+def test_unsupported_capture():
+    on_ranks(2, rejects_capture_of_first_call)
 
 
 @each_world_size
-def test_the_host_never_waits(world_size):
-    on_ranks(world_size, is_launched_without_waiting)
+def test_no_host_wait(world_size):
+    on_ranks(world_size, launches_without_host_wait)

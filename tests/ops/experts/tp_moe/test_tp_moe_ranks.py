@@ -1,11 +1,11 @@
-"""tp_moe and its halves between the ranks: the same bits whenever, disagreement, peers that fail."""
+"""Synchronization between ranks in tp_moe and its stages: determinism, disagreement, lost peers."""
 
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops.experts.tp_moe import rank_cases
-from tests.ops.experts.tp_moe.rank_cases import DISAGREEMENTS, KINDS, KNOWN
+from tests.ops.experts.tp_moe.rank_cases import CACHED_CALLS, DISAGREEMENTS, KINDS
 from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -19,20 +19,20 @@ LARGE = [
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 6), (3, 2)])
-def test_the_same_bits(world_size, calls):
-    on_ranks(world_size, rank_cases.repeats, KINDS, calls, seed=world_size)
+def test_bitwise_deterministic(world_size, calls):
+    on_ranks(world_size, rank_cases.is_bitwise_deterministic, KINDS, calls, seed=world_size)
 
 
 @needs_gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", LARGE, ids=lambda kind: kind[0]["ids"] if "ids" in kind[0] else "odd")
-def test_the_same_bits_of_many_tiles(world_size, kind):
-    on_ranks(world_size, rank_cases.repeats, [kind], 20, seed=world_size)
+def test_bitwise_deterministic_with_many_tiles(world_size, kind):
+    on_ranks(world_size, rank_cases.is_bitwise_deterministic, [kind], 20, seed=world_size)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 100), (3, 100)] if ON_GPU else [(3, 4)])
 def test_no_rank_overtakes_its_peers_data(world_size, calls):
-    on_ranks(world_size, rank_cases.outruns_its_peers, calls)
+    on_ranks(world_size, rank_cases.runs_ahead_of_peers, calls)
 
 
 def test_slow_rank():
@@ -40,22 +40,22 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, rank_cases.disagrees, what)
+def test_disagreement_is_reported_on_every_rank(what):
+    on_ranks(3, rank_cases.reports_disagreement, what)
 
 
 @pytest.mark.parametrize("what", ["width", "method"])
-def test_disagreement_in_the_second_half(what):
-    on_ranks(3, rank_cases.disagrees_in_the_second_half, what)
+def test_disagreement_in_down_stage(what):
+    on_ranks(3, rank_cases.reports_disagreement_in_down_stage, what)
 
 
-def test_disagreement_in_the_operator():
-    on_ranks(3, rank_cases.disagrees_in_the_operator)
+def test_operator_mismatch():
+    on_ranks(3, rank_cases.reports_operator_mismatch)
 
 
-@pytest.mark.parametrize("what", KNOWN)
-def test_known_but_different_calls_never_give_a_result(what):
-    on_ranks(2, rank_cases.is_not_fooled_by_a_known_plan, what)
+@pytest.mark.parametrize("what", CACHED_CALLS)
+def test_mixed_cached_calls_return_no_result(what):
+    on_ranks(2, rank_cases.detects_mismatch_of_cached_plans, what)
 
 
 @pytest.mark.parametrize("when, operator", [("rows", "moe_ag_gemm"), ("sums", "moe_gemm_rs")])
@@ -67,12 +67,12 @@ def test_killed_rank(when, operator):
     error = exceptions[0]
     assert type(error) is PeerTimeoutError, repr(error)
     assert (error.rank, error.peer, error.timeout_s) == (0, 1, 1.5)
-    # What rank 1 had launched on its GPU before it died may have died with it.
+    # A kernel that rank 1 had launched on its GPU may have been killed with it.
     assert error.operator == operator or DEVICE == "cuda" and error.operator == "all_gather"
     assert error.seen < error.expected
 
 
-def test_what_was_given_up_is_not_passed_on():
-    """Without rank 1's tokens rank 0 has nothing to add up for rank 2; of sums it had long sent its own part."""
-    lates = {when: on_ranks(3, rank_cases.comes_when_rank_0_has_given_up, when) for when in ("rows", "sums")}
-    assert lates == {"rows": ["missed 1", "missed 0", "missed 0"], "sums": ["missed 1", "right", "right"]}
+def test_no_forwarding_after_a_timeout():
+    """Without the tokens of rank 1, rank 0 has no sums for rank 2. It sends its own sums before it times out."""
+    outcomes = {when: on_ranks(3, rank_cases.times_out_on_rank_0, when) for when in ("rows", "sums")}
+    assert outcomes == {"rows": ["missed 1", "missed 0", "missed 0"], "sums": ["missed 1", "right", "right"]}
