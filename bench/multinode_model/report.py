@@ -12,7 +12,6 @@ from bench.multinode_model import published as nodes_published
 from bench.multinode_model.model import World
 from bench.report.tables import factor
 
-BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 WORLDS = tuple(World(count) for count in (1, 2, 4, 8))
 _HEAD = """## Predicted multi-node performance
 
@@ -42,8 +41,8 @@ def text(points, alone, ep, decode):
         machine = measured_inputs.machine(points, alone, ep, decode)
     except measured_inputs.Missing:
         return ""
-    parts = [BEGIN, _HEAD, _checked(machine, points), _known(machine), _beside_published(machine), _dense(machine),
-             _experts(machine), _decoding(machine), END, ""]
+    parts = [_HEAD, _checked(machine, points), _known(machine), _beside_published(machine), _dense(machine),
+             _experts(machine), _decoding(machine)]
     return "\n".join(parts)
 
 

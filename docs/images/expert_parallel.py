@@ -1,4 +1,4 @@
-"""Draws expert_parallel.png, the picture of docs/guides/expert-parallel.md: python docs/images/expert_parallel.py"""
+"""Draw expert_parallel.png, the figure of docs/guides/expert-parallel.md: python docs/images/expert_parallel.py"""
 
 import io
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-# Two ranks, two experts each, two choices a token. Rank 0 has tokens a, b and c, rank 1 has d and e.
-CHOICES = {"a": (0, 2), "b": (2, 3), "c": (1, 3)}
+# Two ranks, two experts each, k = 2. Rank 0 has tokens a, b and c, rank 1 has d and e.
+ASSIGNMENTS = {"a": (0, 2), "b": (2, 3), "c": (1, 3)}
 COLOURS = {"a": "#92c5de", "b": "#fdb863", "c": "#a6d96a", "d": "#d9d9d9", "e": "#d9d9d9"}
-ROWS = [("a", 2), ("b", 2), ("d", 2), ("b", 3), ("c", 3), ("e", 3)]  # of rank 1: (token, expert)
-STAGED = {"a": (0,), "b": (1, 3), "c": (4,)}  # the rows on rank 1 of rank 0's tokens
-OWN = {"a": "0", "c": "1"}  # experts of rank 0 that its own tokens have
+ROWS = [("a", 2), ("b", 2), ("d", 2), ("b", 3), ("c", 3), ("e", 3)]  # destination rows of rank 1: (token, expert)
+STAGED = {"a": (0,), "b": (1, 3), "c": (4,)}  # destination rows on rank 1 of the tokens of rank 0
+OWN = {"a": "0", "c": "1"}  # local experts of the tokens of rank 0
 HEIGHT = 0.42
 
 
@@ -41,11 +41,11 @@ def panel(axis, title, columns):
 
 def dispatch(axis):
     panel(axis, "ep_dispatch", {
-        0.0: "tokens and ids", 2.9: "its own experts", 6.4: "staging memory of rank 1: slots",
+        0.0: "tokens and ids", 2.9: "local experts", 6.4: "staging memory of rank 1: slots",
         11.0: "recv.x of rank 1, by expert",
     })
     for i, token in enumerate("abc"):
-        first, second = CHOICES[token]
+        first, second = ASSIGNMENTS[token]
         box(axis, 0.0, -0.6 * i, 1.0, token, COLOURS[token])
         box(axis, 1.0, -0.6 * i, 1.0, f"{first}, {second}")
         rows = ", ".join(map(str, STAGED[token]))
@@ -61,18 +61,19 @@ def dispatch(axis):
         box(axis, 11.0, -0.6 * i, 0.9, token, COLOURS[token])
         axis.text(12.0, -0.6 * i, f"expert {expert}, from {0 if token in 'abc' else 1}", fontsize=7, va="center")
     box(axis, 0.0, -2.3, 2.6, "rows: 1 1 2 2, tokens: 2 3", size=7)
-    axis.text(0.0, -2.75, "1. counts, 4 bytes an expert and rank,\nto all, one signal each", fontsize=7, va="top")
+    counts = "1. send counts to all ranks: 4 bytes for\neach expert and rank, one signal each"
+    axis.text(0.0, -2.75, counts, fontsize=7, va="top")
     arrow(axis, (2.65, -2.3), (6.35, -2.3), colour="#d6604d", style="--")
     box(axis, 6.4, -2.3, 2.6, "counts of all ranks", size=7)
-    known = "both lay out the same: slots and rows\nare known before anything is sent"
+    known = "all ranks compute the same layout, so slots and\nrows are known before tokens are sent"
     axis.text(6.4, -2.75, known, fontsize=7, va="top")
-    axis.text(3.0, 0.27, "2. each token once for a rank, then a signal", fontsize=7, color="#2166ac")
-    axis.text(9.3, 0.27, "3. copied to its rows", fontsize=7, color="#555555")
+    axis.text(2.6, 0.27, "2. send each token once per rank, then signal", fontsize=7, color="#2166ac")
+    axis.text(9.3, 0.27, "3. copy to destination rows", fontsize=7, color="#555555")
 
 
 def combine(axis, per_expert):
     panel(axis, f'ep_combine, "{"per_expert" if per_expert else "per_rank"}"', {
-        0.0: "y of rank 0", 2.1: "staging memory of rank 0: slots", 9.2: "what is sent", 11.0: "expert_out of rank 1",
+        0.0: "y of rank 0", 2.1: "staging memory of rank 0: slots", 9.2: "sent rows", 11.0: "expert_out of rank 1",
     })
     for i, (token, expert) in enumerate(ROWS):
         box(axis, 11.0, -0.6 * i, 0.9, f"{token}{expert}", COLOURS[token])
@@ -82,7 +83,7 @@ def combine(axis, per_expert):
         arrow(axis, (2.05, y), (1.05, y), colour="#777777")
         here = [f"{token}{ROWS[row][1]}" for row in STAGED[token]]
         if per_expert:
-            for j, expert in enumerate(CHOICES[token]):
+            for j, expert in enumerate(ASSIGNMENTS[token]):
                 there = expert >= 2
                 colour = COLOURS[token] if there else "#f7f7f7"
                 box(axis, 2.1 + 1.2 * j, y, 1.2, f"{token}{expert}" if there else "–", colour)
@@ -94,9 +95,9 @@ def combine(axis, per_expert):
         arrow(axis, (8.75, y), (4.6, y))
         for row in STAGED[token]:
             arrow(axis, (10.95, -0.6 * row), (10.35, y), colour="#777777")
-    axis.text(6.4, 0.27, "rows as they are" if per_expert else "one sum, rounded", fontsize=7, color="#2166ac")
-    sums = "weighted rows in the order of the choices" if per_expert else "sums in the order of the ranks"
-    note = f"y = the {sums}, in fp32,\nour own experts' rows (a0, c1) read where they are,\nand rounded once"
+    axis.text(6.4, 0.27, "rows, not summed" if per_expert else "one sum, rounded", fontsize=7, color="#2166ac")
+    sums = "weighted rows in order of the assignments" if per_expert else "sums in rank order"
+    note = f"y = {sums}, in fp32, rounded once;\nrows of local experts (a0, c1) are read in place"
     axis.text(0.0, -1.95, note, fontsize=7, va="top")
 
 

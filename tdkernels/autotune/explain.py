@@ -81,7 +81,7 @@ class Explanation:
         if self.expected_ms is not None:
             text += f"; {self.expected_ms:.3f} ms {self.how}"
         if self.plain_ms is not None:
-            text += f", torch's sequence {self.plain_ms:.3f} ms"
+            text += f", unfused baseline {self.plain_ms:.3f} ms"
         floors = {"computation": self.local_ms, "wire": self.wire_ms}
         known = [f"{name} {ms:.3f} ms" for name, ms in floors.items() if ms is not None]
         return text + ("; floors: " + ", ".join(known) if known else "")
@@ -102,7 +102,7 @@ class Explanation:
         lines.append(f"  expected    {self.expected_ms:.4f} ms, {self.how}")
         if self.plain_ms is not None:
             ratio = self.plain_ms / self.expected_ms
-            lines.append(f"  sequence    {self.plain_ms:.4f} ms, {plain}; {ratio:.2f} x ours")
+            lines.append(f"  unfused     {self.plain_ms:.4f} ms, {plain}; {ratio:.2f} x ours")
         rate = "the best rate" if self.rates_measured else "a rate guessed from the GPU's properties"
         local = f"{tunable.local_words}, measured" if self.local_measured else f"{self.bound_by} at {rate}"
         for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, f"bytes at {rate}")):

@@ -151,7 +151,7 @@ class _Tuner:
         always = [self.tunable.default(self.problem, self.device), *self._plain()]
         kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
         beyond = max(len(near) - _MAX_CANDIDATES, 0)
-        and_plain = "and torch's sequence " if self._plain() else ""
+        and_plain = "and the unfused baseline " if self._plain() else ""
         self._say(
             f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {len(legal) - len(near)} are beyond "
             f"{_PRUNE:g} x the best estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, the "

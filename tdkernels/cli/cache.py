@@ -39,8 +39,8 @@ def _show(options):
         print(json.dumps([as_dict(entry) for entry in entries], indent=2))
         return 0
     view = Table(title=str(disk_cache.folder() if root is None else root), title_justify="left")
-    for name in ("problem", "config", "ms", "x sequence", "tuned on"):
-        view.add_column(name, justify="right" if name in ("ms", "x sequence") else "left", overflow="fold")
+    for name in ("problem", "config", "ms", "x unfused", "tuned on"):
+        view.add_column(name, justify="right" if name in ("ms", "x unfused") else "left", overflow="fold")
     for entry in entries:
         speedup = f"{entry.plain_ms / entry.ms:.2f}" if entry.plain_ms else "?"
         view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, entry.when)

@@ -240,7 +240,7 @@ class _Bar(_Silent):
 
 
 def _report(result):
-    """The best few as a table, beside torch's sequence."""
+    """Return a table of the best configs, next to the unfused baseline."""
     from rich.table import Table
 
     from tdkernels.autotune.explain import settings
@@ -249,7 +249,7 @@ def _report(result):
     floor = max(entry.local_ms, entry.wire_ms or 0.0)
     table = Table(title=f"{entry.problem}: {result.seconds:.1f} s", title_justify="left", title_style="bold")
     table.add_column("config")
-    for column in ("ms", "x sequence", "efficiency"):
+    for column in ("ms", "x unfused", "efficiency"):
         table.add_column(column, justify="right")
     timed = [trial for trial in result.trials if trial.samples]
     plain = next((trial for trial in timed if trial.config.method == "torch"), None)

@@ -2,8 +2,8 @@
 
 Before a call can launch, it computes sizes, checks the consensus of the ranks, builds the kernel's arguments and finds
 the compiled kernel. Together this takes the host several times as long as the launch, and a fused call with few rows
-would be slower than torch's sequence. All of it follows from the config and from the memory layout of the operands. A
-later call with the same config and layout fills in the addresses, allocates its outputs, and launches.
+would be slower than the unfused baseline. All of it follows from the config and from the memory layout of the operands.
+A later call with the same config and layout fills in the addresses, allocates its outputs, and launches.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 For each launch Triton looks up the current stream, walks through all arguments, queries the driver about each address,
 encodes a tensor map for each descriptor, and calls hooks, although usually none are installed. Together this takes the
-host longer than the launch itself, and a small call would be slower than torch's sequence. Launches with the same
+host longer than the launch itself, and a small call would be slower than the unfused baseline. Launches with the same
 signature differ only in addresses and integers. The first such launch is a normal one. The second one records the
 arguments of Triton's C launcher. From then on, launches patch in new pointers and integers and call it directly.
 """

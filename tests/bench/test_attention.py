@@ -290,4 +290,5 @@ def test_tables_show_the_newest_runs_and_the_fastest_kernels(folder):
 def test_report_has_the_section(folder):
     assert points.read(folder) == [] and points.read_layers(folder) == []
     assert report.main(folder, folder) == 0
-    assert "## Sequence parallelism" in (folder / "README.md").read_text()
+    assert "# Attention" in (folder / "tables" / "attention.md").read_text()
+    assert "(tables/attention.md)" in (folder / "README.md").read_text()

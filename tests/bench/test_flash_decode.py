@@ -259,8 +259,7 @@ def test_tables_show_the_newest_runs_and_mark_missed_targets(folder):
 def test_report_has_the_section_and_its_plot(folder):
     assert points.read(folder) == []
     assert report.main(folder, folder) == 0
-    text = (folder / "README.md").read_text()
-    assert "## Decoding" in text and "plots/flash-decode-testing-graph.png" in text
+    assert "../plots/flash-decode-testing-graph.png" in (folder / "tables" / "attention.md").read_text()
     (figure,) = flash_decode_plots.figures(flash_decode_report.newest_runs(points.read_decode(folder)))
     ((place, by_ranks),) = figure.points.items()
     assert place == ((96, 12, 128), 1) and [*by_ranks] == [2], "too few points for a curve"

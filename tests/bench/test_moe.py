@@ -254,5 +254,5 @@ def test_grouped_gemm_has_a_table(folder):
 def test_report_has_both_sections(folder):
     assert points.read(folder) == [] and points.read_ep(folder) == []
     assert report.main(folder, folder) == 0
-    text = (folder / "README.md").read_text()
+    text = (folder / "tables" / "experts.md").read_text()
     assert "## MoE layers" in text and "## Grouped GEMM" in text

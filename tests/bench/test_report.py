@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench import run as bench_run
-from bench.attention import flash_decode_plots, flash_decode_report
 from bench.collectives import cases as collectives
-from bench.collectives import plots as collective_plots
-from bench.collectives import report as collective_report
 from bench.core import points
 from bench.dense import host
-from bench.experts import dispatch_plots, dispatch_report
 from bench.report import host as host_report
 from bench.report import main as report
-from bench.report import plots
+from bench.report import rows as all_rows
 from bench.report import tuned as tuned_report
 from bench.report.config_text import config_in_short
 from tdkernels.__main__ import main
@@ -68,7 +64,13 @@ def results(tmp_path):
 
 
 def text_of(folder):
-    return report.text(points.read(folder))
+    """Return all pages of the report, the summary first."""
+    return "\n".join(report.pages(all_rows.read(folder)).values())
+
+
+def written(folder):
+    """Return the pages that the report wrote to a folder, in the order of ``text_of``."""
+    return "\n".join((folder / name).read_text() for name in report.pages(all_rows.read(folder)))
 
 
 def cells(text, start, after=""):
@@ -117,19 +119,20 @@ def test_means_worst_shape_and_losses(results):
     assert cells(text, "8192x24x8")[7:9] == ["1.00", "0.99 ▼"], "losses are marked after rounding"
     over = (4.0 * 0.5 * 0.997) ** (1 / 3)
     fused = (3.0 * (1 / 9) * 0.994) ** (1 / 3)
-    assert f"means of 3 shapes: **{over:.2f} x** the sequence (worst 0.50 x, 8192x16x8; slower in 1 of 3)" in text
+    worst = "(worst 0.50 x, 8192x16x8; slower in 1 of 3)"
+    assert f"means of 3 shapes: **{over:.2f} x** the unfused baseline {worst}" in text
     assert f"**{fused:.2f} x** torch-fused (worst 0.11 x, 8192x16x8; slower in 2 of 3)" in text
     assert f"efficiency **{0.25 ** (1 / 3):.2f}**" in text
-    line = cells(text, "4 x NVIDIA Testing", "## In short")
-    assert line[3:] == ["a benchmark", "3", "1.26", "0.50 ▼", "0.69 ▼", "0.11 ▼", "0.63"]
+    line = cells(text, "4 x NVIDIA Testing", "## All dense shapes")
+    assert line[3:] == ["benchmark", "3", "1.26", "0.50 ▼", "0.69 ▼", "0.11 ▼", "0.63"]
 
 
 def test_small_m_has_its_own_mean(results):
     small, large = run_of("64x8x8", sequence=1.0, tdkernels=2.0), run_of("1024x8x8", sequence=3.0, tdkernels=1.0)
     text = text_of(results(small + large))
     assert "M < 1024: geometric means of 1 shape: **0.50 x**" in text
-    assert "M at least 1024: geometric means of 1 shape: **3.00 x**" in text
-    assert cells(text, "4 x NVIDIA Testing", "## In short")[5] == "3.00"
+    assert "M >= 1024: geometric means of 1 shape: **3.00 x**" in text
+    assert cells(text, "4 x NVIDIA Testing", "## All dense shapes")[5] == "3.00"
 
 
 def test_rows_of_the_tuner_have_their_own_table(results):
@@ -139,12 +142,12 @@ def test_rows_of_the_tuner_have_their_own_table(results):
     benchmark, tuner = text.split("### From the tuner's last round")
     assert cells(benchmark, "8192x8x8", "### ag_gemm")[5] == "2.000"
     assert cells(tuner, "8192x8x8")[:5] == ["8192x8x8", "0.500", "2.000", "1.000", "3.000"]
-    assert "torch-fused" not in tuner and "Not a benchmark" in tuner
-    assert [line[3] for line in summary_lines(text)] == ["a benchmark", "the tuner"]
+    assert "torch-fused" not in tuner and "They are no benchmark" in tuner
+    assert [line[3] for line in summary_lines(text)] == ["benchmark", "tuner"]
 
 
 def summary_lines(text):
-    part = text.split("## In short")[1].split("\n## ")[0]
+    part = text.split("## All dense shapes")[1].split("\n## ")[0]
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| 4 x")
     ]
@@ -189,8 +192,8 @@ def test_overridden_configs_and_absent_methods_are_not_peers(results):
 def test_runs_without_tuner_are_labelled_default(results):
     rows = [row for row in run_of("8192x8x8", sequence=3.0, tdkernels=2.0) if row["method"] != "tdkernels-default"]
     text = text_of(results(rows))
-    assert cells(text, "8192x8x8")[-1] == "default: 64x32x16, 7 stages, 5 comm SMs, chunks of 3 tiles"
-    assert "a benchmark of the default" in text
+    assert cells(text, "8192x8x8")[-1] == "heuristic: 64x32x16, 7 stages, 5 comm SMs, chunks of 3 tiles"
+    assert "benchmark, heuristic" in text
 
 
 def test_enabled_multicast_is_reported(results):
@@ -228,14 +231,14 @@ def test_report_does_not_overwrite_foreign_files(results, capsys):
     folder = results(run_of("8x8x8", sequence=3.0, tdkernels=2.0))
     (folder / "README.md").write_text("Mine.\n")
     assert report.main(folder, folder) == 2
-    assert (folder / "README.md").read_text() == "Mine.\n" and "not one of ours" in capsys.readouterr().err
+    assert (folder / "README.md").read_text() == "Mine.\n" and "was not generated" in capsys.readouterr().err
 
 
 def test_tables_are_written_without_matplotlib(results, monkeypatch, capsys):
     folder = results(run_of("8192x8x8", sequence=3.0, tdkernels=2.0))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--report", "--out", str(folder)]) == 0
-    assert (folder / "README.md").read_text() == text_of(folder)
+    assert written(folder) == text_of(folder)
     assert not (folder / "plots").exists() and "plots are left out" in capsys.readouterr().err
 
 
@@ -254,16 +257,17 @@ def test_collectives_have_their_own_section(results):
     in_graph = collective(1 << 10, {"nccl": 0.010, "tdkernels": 0.005}, graph=True)
     dense = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
     folder = results(new + dense + old + in_graph)
-    text = report.text(points.read(folder), points.read_collectives(folder))
-    assert text.startswith(text_of(folder)), "the other sections are unchanged"
+    pages = report.pages(all_rows.read(folder))
+    assert pages["tables/dense.md"] == report.pages(all_rows.Rows(dense=points.read(folder)))["tables/dense.md"]
+    text = pages["tables/collectives.md"]
     part = "### all_reduce, 4 x"
     # 1.5 MiB at 400 GB/s take 3.9 us.
     assert cells(text, "1M", part) == ["1M", "20.0", "–", "25.0", "30.0", "0.80 ▼", "0.16"]
     assert cells(text, "1K", part)[:4] == ["1K", "12.0", "–", "6.0"] and "2.00" in cells(text, "1K", part)
     assert "c1" not in text and cells(text, "1K", "### all_reduce, in a CUDA graph")[1:3] == ["10.0", "5.0"]
-    assert report.main(folder, folder) == 0 and (folder / "README.md").read_text() == text
+    assert report.main(folder, folder) == 0 and (folder / "tables" / "collectives.md").read_text() == text
     for name in ("collectives-testingx4.png", "collectives-testingx4-graph.png"):
-        assert f"(plots/{name})" in text
+        assert f"(../plots/{name})" in text
         if importlib.util.find_spec("matplotlib"):
             assert (folder / "plots" / name).stat().st_size > 5000, "the plot is empty"
 
@@ -289,23 +293,18 @@ def test_plots_are_deterministic(results, tmp_path):
     for name in names:
         first, second = (place / "plots" / name for place in (folder, tmp_path / "elsewhere"))
         assert first.read_bytes() == second.read_bytes(), name
-        assert f"(plots/{name})" in (folder / "README.md").read_text()
+        assert f"plots/{name})" in written(folder)
 
 
 def test_report_in_the_repository_is_up_to_date():
-    found = points.read(bench_run.RESULTS)
-    alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
-    layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
-    readers = points.read_sequences, points.read_network, points.read_host, points.read_chosen
-    others = [read(bench_run.RESULTS) for read in readers]
-    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, *others), (
-        "bench/README.md is stale: python -m tdkernels bench --report"
-    )
+    rows = all_rows.read(bench_run.RESULTS)
+    pages = report.pages(rows)
+    for name, text in pages.items():
+        assert (ROOT / "bench" / name).read_text() == text, f"bench/{name} is stale: python -m tdkernels bench --report"
+    tables = {f"tables/{path.name}" for path in (ROOT / "bench" / "tables").iterdir()}
+    assert tables == pages.keys() - {"README.md"}
     drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}
-    figures = plots.figures(found) + collective_plots.figures(collective_report.newest_runs(alone))
-    figures += dispatch_plots.figures(dispatch_report.newest_runs(ep))
-    figures += flash_decode_plots.figures(flash_decode_report.newest_runs(decode))
-    assert drawn.keys() == {figure.file for figure in figures}
+    assert drawn.keys() == {figure.file for figure in report.figures(rows)}
     assert max(drawn.values()) < 120 << 10
 
 

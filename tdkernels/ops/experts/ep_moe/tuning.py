@@ -6,7 +6,7 @@ under their own names. Here the sequence, with the configs that are known for it
 method with different tiles gives the others.
 
 Layouts:
-    exact      The host waits for the number of rows. torch's sequence is a candidate too.
+    exact      The host waits for the number of rows. The unfused baseline is a candidate too.
     bounded    Calls with a max_tokens_per_rank, which do not wait. It is the number of tokens of each rank.
 
 A call with max_tokens alone selects no config, see ``layout_of``.
@@ -103,7 +103,7 @@ class EpMoeTunable(ConfigTunable):
 
     def illegal(self, config: Any, problem: "Problem", device: torch.device) -> str | None:
         if isinstance(config, EpMoeConfig) and config.method == "torch" and _is_bounded(problem):
-            return "torch's sequence waits for the host, which a call with max_tokens_per_rank does not"
+            return "the unfused baseline waits for the host, which a call with max_tokens_per_rank does not"
         return super().illegal(config, problem, device)
 
     def default(self, problem: "Problem", device: torch.device) -> EpMoeConfig:
