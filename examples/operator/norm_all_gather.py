@@ -36,30 +36,41 @@ def normalize_row(x_ptr, weight_ptr, row, H, eps, BLOCK: tl.constexpr):
 
 
 @td.jit
-def norm_all_gather_kernel(ctx, plan, x_ptr, weight_ptr, y_ptr, rows, H, eps, BLOCK: tl.constexpr):
+def send_row(ctx, half, signal, x_ptr, weight_ptr, y_ptr, row, rows, H, eps, BLOCK: tl.constexpr):
+    """Normalize a row of x and store it in y and at all peers."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    dtype = x_ptr.dtype.element_ty
+    normed, columns, mask = normalize_row(x_ptr, weight_ptr, row, H, eps, BLOCK)
+    begin = (me * rows + row).to(tl.int64) * H
+    tl.store(y_ptr + begin + columns, normed, mask)
+    if td.is_void_for_all(signal) == 0:  # after a failure a launch stores nothing at a peer
+        for step in range(1, ranks):
+            peer = (me + step) % ranks
+            tl.store(td.pointer_to(td.data_at(ctx, half, peer), dtype) + begin + columns, normed, mask)
+            td.notify(ctx, td.signal_at(ctx, half, me * rows + row), peer, signal)  # waiter: the peer's copy_row
+
+
+@td.jit
+def copy_row(ctx, half, signal, y_ptr, source, row, rows, H, BLOCK: tl.constexpr):
+    """Wait for a row of a peer and copy it from the symmetric memory to y."""
+    index = source * rows + row
+    seen = td.wait_plan(ctx, td.signal_at(ctx, half, index), signal, source)  # producer: send_row of the source
+    staged = td.pointer_to(td.consume_token(td.data_at(ctx, half, td.rank(ctx)), seen), y_ptr.dtype.element_ty)
+    columns = tl.arange(0, BLOCK)
+    begin = index.to(tl.int64) * H
+    tl.store(y_ptr + begin + columns, tl.load(staged + begin + columns, columns < H), columns < H)
+
+
+@td.jit
+def norm_all_gather_kernel(ctx, plan, x_ptr, weight_ptr, y_ptr, rows, H, eps, BLOCK: tl.constexpr):
     _, half, signal = td.call(ctx, plan)
     pid = tl.program_id(0)
-    dtype = x_ptr.dtype.element_ty
-    if pid < rows:  # the first programs normalize a row each and store it on all ranks
-        normed, columns, mask = normalize_row(x_ptr, weight_ptr, pid, H, eps, BLOCK)
-        place = (me * rows + pid).to(tl.int64)
-        tl.store(y_ptr + place * H + columns, normed, mask)
-        if td.is_void_for_all(signal) == 0:  # after a failure a launch stores nothing at a peer
-            for step in range(1, ranks):
-                peer = (me + step) % ranks
-                staged = td.pointer_to(td.data_at(ctx, half, peer), dtype) + place * H
-                tl.store(staged + columns, normed, mask)
-                td.notify(ctx, td.signal_at(ctx, half, me * rows + pid), peer, signal)  # waiter: copy of this row
-    else:  # the others copy a row of a peer each; they start later, so they never block a producer
-        number = pid - rows
-        source = (me + ranks - 1 - number // rows) % ranks  # the rank before us stores to us first
-        index = source * rows + number % rows
-        seen = td.wait_plan(ctx, td.signal_at(ctx, half, index), signal, source)  # producer: source's program
-        staged = td.pointer_to(td.consume_token(td.data_at(ctx, half, me), seen), dtype)
-        columns = tl.arange(0, BLOCK)
-        place = index.to(tl.int64) * H + columns
-        tl.store(y_ptr + place, tl.load(staged + place, columns < H), columns < H)
+    if pid < rows:  # producers have the smaller program ids, so a waiting program never blocks them
+        send_row(ctx, half, signal, x_ptr, weight_ptr, y_ptr, pid, rows, H, eps, BLOCK)
+    else:
+        ranks, number = td.num_ranks(ctx), pid - rows
+        source = (td.rank(ctx) + ranks - 1 - number // rows) % ranks  # the rank before this one sends here first
+        copy_row(ctx, half, signal, y_ptr, source, number % rows, rows, H, BLOCK)
     td.finish(ctx)
 
 
