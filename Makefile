@@ -35,7 +35,7 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 # tests that look at what processes leave on the machine, or at the time. CI=true: each part has to run something on
 # several ranks.
 ALONE := tests/symm tests/test_import.py
-FIRST := tests/ops tests/lang tests/runtime tests/cli $(addprefix tests/test_,errors.py example.py docs.py wheel.py)
+FIRST := tests/ops tests/lang tests/runtime tests/cli $(addprefix tests/test_,errors.py example.py operator_example.py docs.py wheel.py)
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); \
