@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 #
-# They run in a virtual environment that is made on first use. Where torch is installed already (a machine with GPUs,
-# a container), say `make VENV= PYTHON=python3 …`: that interpreter is used as it is and nothing gets installed.
+# Targets run in a virtual environment, which the first one creates. If torch is already installed (a machine with GPUs,
+# a container), use `make VENV= PYTHON=python3 …`: it runs this interpreter and installs nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,7 +9,7 @@ VENV   ?= .venv
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
 READY :=
-# Not installed, so it has to be found.
+# Without a virtual environment the package is not installed, so it must be on the path.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY    := $(VENV)/bin/python
@@ -30,10 +30,9 @@ help:  ## list the targets
 demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on processes of this machine
 	$(PY) examples/tp_mlp.py
 
-# Many tests leave a core idle, and others do nothing but compile: so two halves of the suite run side by side, with a
-# directory for temporary files that goes with the second, as whoever is killed does not clean up. Before them come the
-# tests that look at what processes leave on the machine, or at the time. CI=true: each part has to run something on
-# several ranks.
+# Two halves of the suite run concurrently, because many tests leave a core idle and others only compile. The second half
+# has its own directory for temporary files, which is removed even if the half is killed. The tests in ALONE run first:
+# they check files that processes leave behind, or measure time. CI=true: each part must run tests on several ranks.
 ALONE := tests/symm tests/test_import.py
 FIRST := tests/ops tests/lang tests/runtime tests/cli $(addprefix tests/test_,errors.py example.py operator_example.py docs.py wheel.py)
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
@@ -47,7 +46,7 @@ test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test fin
 	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other tests'; cat $$beside/log; \
 	[ $$first = 0 ] && [ $$second = 0 ]
 
-# An environment of its own, which is brought up to date each time. It takes about 6 GB: the newest torch is a CUDA build.
+# A separate environment, upgraded on each run. It needs about 6 GB, because the newest torch is a CUDA build.
 NEWEST ?= .venv-newest
 test-newest:  ## the test suite with the newest versions that pip finds, instead of those in constraints.txt
 	[ -x $(NEWEST)/bin/python ] || $(PYTHON) -m venv $(NEWEST)
@@ -68,15 +67,15 @@ OPS ?=
 fuzz: $(READY)  ## SEEDS schedules of every variant of the operators OPS (all if empty), values compared
 	$(PY) -m tests.fuzz --seeds $(SEEDS) --ops "$(OPS)"
 
-# CASES=1 prints what happened on each rank in the case of SEED. SECONDS bounds the time instead of the number of cases.
-# DEVICE=shared: ranks that share one GPU. OUT: a folder for the summary; CHAOS: further options, see tests/chaos.
+# CASES=1 prints the events on each rank for one SEED. SECONDS bounds the time instead of the number of cases.
+# DEVICE=shared: ranks share one GPU. OUT: folder for the summary. CHAOS: further options, see tests/chaos.
 SEED   ?= 0
 DEVICE ?= cpu
 chaos: $(READY)  ## faults in CASES calls of all operators on 2 and 3 ranks, or for SECONDS; DEVICE=cpu or shared
 	$(PY) -m tests.chaos --device $(DEVICE) --seed $(SEED) $(if $(CASES),--cases $(CASES)) \
 		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT)) $(CHAOS)
 
-# No `ruff format`: kernels keep their columns aligned by hand.
+# No `ruff format`: kernels are aligned by hand.
 lint: $(READY)  ## ruff, and mypy over the package
 	$(PY) -m ruff check .
 	$(PY) -m mypy

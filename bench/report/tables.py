@@ -1,4 +1,4 @@
-"""Tables of runs in which methods took turns: a line a problem, a column a method, and what ours comes to."""
+"""Tables of interleaved runs: a line for each problem, a column for each method, and ratios of ours."""
 
 _HEAD = """### {title}, {ranks} x {gpu}
 
@@ -7,9 +7,9 @@ _HEAD = """### {title}, {ranks} x {gpu}
 
 
 def newest(rows, place_of, problem_of):
-    """{place: {problem: {method: row}}}, of each problem the newest run, if it has a time.
+    """Return {place: {problem: {method: row}}} with the newest run of each problem that has a time.
 
-    Tries of other configs are left out.
+    Rows with overridden configs are left out.
     """
     found, dates = {}, {}
     for row in rows:
@@ -30,12 +30,15 @@ def newest(rows, place_of, problem_of):
 
 
 def table(title, what, runs, first, methods, more):
-    """A heading and its table.
+    """Return a heading and its table.
 
-    Args:     what: a sentence of what the times are
-              runs: [{method: row}], a line each
-              first, more: {title: function of a run}, the cells before and behind those of the methods
-              methods: {title: method}; one that nobody measured has no column
+    Args:
+        title: heading, without the number of ranks and the GPU.
+        what: a sentence that explains the times.
+        runs: [{method: row}], one line each.
+        first: {title: function of a run}, the columns before the methods.
+        methods: {title: method}; a method without measurements gets no column.
+        more: {title: function of a run}, the columns after the methods.
     """
     some = [next(iter(run.values())) for run in runs]
     shown = {name: method for name, method in methods.items() if any(ms(run, method) for run in runs)}
@@ -64,7 +67,7 @@ def _head(title, what, rows):
 
 
 def ms(run, method):
-    """ms of a method in a run, or None."""
+    """Return the time of a method in a run in ms, or None."""
     return run.get(method, {}).get("ms")
 
 
@@ -73,7 +76,7 @@ def _time(value):
 
 
 def of(method, field):
-    """A function of a run: what a row of it says, as a factor or a share."""
+    """Return a function of a run that shows a field of a method as a ratio."""
 
     def cell(run):
         value = run.get(method, {}).get(field)
@@ -83,7 +86,7 @@ def of(method, field):
 
 
 def factor(value):
-    """Marked where it is a loss, as printed: what rounds to 1.00 is none."""
+    """Show a ratio. A loss is marked; a ratio that rounds to 1.00 is no loss."""
     return "–" if value is None else f"{value:.2f}{' ▼' if round(value, 2) < 1 else ''}"
 
 

@@ -29,7 +29,7 @@ class Explanation:
     Attributes:
         problem: The problem: operator, shape, dtype, layout, GPU and number of ranks.
         config: The config that runs.
-        source: Where the config came from: "explicit", "cache", "shipped", "nearest", "kindred" (a similar GPU) or
+        source: Where the config came from: "explicit", "cache", "shipped", "nearest", "similar_gpu" (a similar GPU) or
             "default".
         tuned_for: The problem that the config was tuned for; None for a default or explicit config.
         expected_ms: Expected time.
@@ -125,7 +125,7 @@ _ORIGIN = {
     "cache": "the cache on disk: tuned here",
     "shipped": "the table shipped with tdkernels",
     "nearest": "the nearest tuned shape",
-    "kindred": "the table shipped with tdkernels for a similar GPU",
+    "similar_gpu": "the table shipped with tdkernels for a similar GPU",
     "default": "the built-in heuristic: no similar shape was tuned",
 }
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
     from tdkernels.autotune.tunable import Tunable
 
-# Sources of a config. KINDRED is the table of a similar GPU.
+# Sources of a config. SIMILAR_GPU is the table of a similar GPU.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
-KINDRED = "kindred"
-_GUESSES = NEAREST, KINDRED, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
+SIMILAR_GPU = "similar_gpu"
+_GUESSES = NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
 # the package to functions of ``on_demand``.
@@ -42,7 +42,7 @@ class Choice:
 
     Attributes:
         config: The config.
-        source: Where it came from: "explicit", "cache", "shipped", "nearest", "kindred" or "default".
+        source: Where it came from: "explicit", "cache", "shipped", "nearest", "similar_gpu" or "default".
         entry: The table entry with its measurements; None for "explicit" and "default".
     """
 
@@ -153,7 +153,8 @@ def _from_similar_gpu(tunable, problem, device):
         return None
     theirs = replace(problem, gpu=kin)
     shipped = disk_cache.shipped_entries(problem.operator, kin)
-    return _exact(tunable, theirs, device, KINDRED, shipped) or _similar(tunable, theirs, device, KINDRED, shipped)
+    exact = _exact(tunable, theirs, device, SIMILAR_GPU, shipped)
+    return exact or _similar(tunable, theirs, device, SIMILAR_GPU, shipped)
 
 
 def _usable(tunable, problem, device, source, entry):

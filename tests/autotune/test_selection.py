@@ -211,12 +211,12 @@ def check_tables_of_similar_gpu(folder):
         ship(folder, on_similar_gpu(near, doubled))
         assert check_run(operator, group) == (untuned_config(operator), "default")
         patch.setitem(KIN, problem_of(operator).gpu, "Kin 9000")
-        assert check_run(operator, group) == (near, "kindred")
+        assert check_run(operator, group) == (near, "similar_gpu")
         explained = explain(operator, *problem_of(operator).shape, dtype=FP32, group=group)
-        assert (explained.source, explained.tuned_for.gpu, explained.measured) == ("kindred", "Kin 9000", False)
+        assert (explained.source, explained.tuned_for.gpu, explained.measured) == ("similar_gpu", "Kin 9000", False)
         assert "for a similar GPU" in str(explained)
         ship(folder, on_similar_gpu(near, doubled), on_similar_gpu(exact))
-        assert check_run(operator, group) == (exact, "kindred")
+        assert check_run(operator, group) == (exact, "similar_gpu")
         with autotune.mode("off"):
             assert check_run(operator, group)[1] == "default"
         store_entries(entry_of(operator, own, doubled))
