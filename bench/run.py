@@ -4,6 +4,7 @@ Each measurement is appended as a row to DIR/<gpu>x<number>/<op>.jsonl. With too
 CPU ranks, whose times are meaningless and are not written.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -278,7 +279,8 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
             break
         module = _MODULES[type(case)]
         try:
-            found = pool.run(module.measure, case, plan)[0]
+            with _status(f"case {number + 1} of {len(cases)}: {case}"):
+                found = pool.run(module.measure, case, plan)[0]
         except RankError as err:
             failures.append(f"{case}: {err}")
             print(failures[-1], file=sys.stderr, flush=True)
@@ -292,6 +294,17 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
             _append(new, folder)
         print(f"{case}: {_summary(new)} ms", flush=True)
     return rows, failures
+
+
+def _status(text):
+    """Return a context manager that shows a line while a case runs, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    try:
+        from rich.console import Console
+    except ImportError:  # rich is optional
+        return contextlib.nullcontext()
+    return Console(stderr=True).status(text)
 
 
 def _append(rows, folder):
