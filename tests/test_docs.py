@@ -27,6 +27,7 @@ TUTORIAL = REPO / "docs" / "contributing" / "primitives.md"
 EXPERTS = REPO / "docs" / "guides" / "expert-parallel.md"
 LAYERS = REPO / "docs" / "guides" / "moe.md"
 DECODING, SEQUENCES = REPO / "docs/guides/flash-decode.md", REPO / "docs/guides/long-sequences.md"
+SWAP_IN = REPO / "docs" / "guides" / "swap-in.md"
 RACES = REPO / "docs" / "contributing" / "race-checker.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
@@ -98,6 +99,15 @@ def test_tutorial_shows_its_program_and_output(name, tmp_path):
 def test_tutorial_has_no_race(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TDKERNELS_SANITIZE", "1")
     run((REPO / f"examples/tutorials/{name}.py").read_text(), tmp_path)
+
+
+# ---- docs/guides/swap-in.md ----
+
+
+@pytest.mark.slow
+def test_swap_in_page_shows_its_program_output(tmp_path):
+    (program,) = blocks(SWAP_IN, "python")
+    assert run(program, tmp_path) == "".join(blocks(SWAP_IN, "text"))
 
 
 # ---- docs/guides/expert-parallel.md ----
