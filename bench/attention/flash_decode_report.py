@@ -3,7 +3,8 @@
 from bench.attention import flash_decode_plots
 from bench.attention.flash_decode import LOCAL, SEQUENCE
 from bench.report import tables as run_tables
-from bench.report.tables import factor, ms
+from bench.report.cells import factor
+from bench.report.tables import ms
 
 TARGET_SHARE, LONG_KEYS = 0.85, 1 << 16  # target fraction of the memory bandwidth from this many keys per rank on
 TARGET_US = 12.0  # target for the communication

@@ -2,6 +2,7 @@
 
 from bench.collectives import plots
 from bench.collectives.cases import PEERS, format_size
+from bench.report.cells import factor, markdown, share, short_revision
 
 _OURS = ("tdkernels", "tdkernels-default")
 _HEAD = """### {operator}{graph}, {ranks} x {gpu}
@@ -48,14 +49,14 @@ def _table(place, runs):
         run = runs[nbytes]
         cells = [_us(run.get(name)) for name in methods]
         ours = run.get("tdkernels", {})
-        lines.append([format_size(nbytes), *cells, _factor(ours.get("speedup")), _share(ours.get("efficiency"))])
+        lines.append([format_size(nbytes), *cells, factor(ours.get("speedup")), share(ours.get("efficiency"))])
     link = f"{settings['link_gbps']:.0f} GB/s each way" if settings["link_gbps"] else "unknown"
     head = _HEAD.format(
         operator=operator, graph=", in a CUDA graph" if graph else "", ranks=ranks, gpu=gpu, date=settings["date"][:10],
-        git=settings["git"][:7] + ("+" if settings["git"].endswith("+") else ""), torch=settings["torch"],
+        git=short_revision(settings["git"]), torch=settings["torch"],
         triton=settings["triton"], nccl=settings["nccl"], multicast=settings["multicast"], link=link,
     )
-    return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+    return head + "\n" + markdown(lines)
 
 
 def _title(method):
@@ -75,11 +76,3 @@ def _in_order(names):
 
 def _us(row):
     return f"{row['ms'] * 1e3:.1f}" if row and row["ms"] else "–"
-
-
-def _factor(value):
-    return "–" if value is None else f"{value:.2f}{' ▼' if round(value, 2) < 1 else ''}"
-
-
-def _share(value):
-    return "–" if value is None else f"{value:.2f}"

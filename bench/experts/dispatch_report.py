@@ -2,6 +2,7 @@
 
 from bench.experts import dispatch_plots
 from bench.experts.dispatch import PEERS
+from bench.report.cells import factor, markdown, share, short_revision
 
 _SEQUENCES = ("sequence", "sequence-known-splits")
 _OURS = ("tdkernels", "tdkernels-max-tokens", "tdkernels-direct", "tdkernels-again")
@@ -79,7 +80,7 @@ def _table(place, runs):
         floor = next(iter(run.values()))["floor_ms"]
         lines.append([
             str(tokens), *(_us(run.get(name)) for name in methods), f"{floor * 1e3:.1f}" if floor else "–",
-            _factor(row.get("speedup")), _share(row.get("efficiency")),
+            factor(row.get("speedup")), share(row.get("efficiency")),
         ])
     what = "dispatch + combine, median / 99th percentile" if operator == "ep_latency" else ""
     title = ", ".join(
@@ -89,11 +90,11 @@ def _table(place, runs):
     head = _HEAD.format(
         title=title, ranks=ranks, gpu=gpu, hidden=hidden, experts=experts, choices=choices,
         routing="" if routing == "balanced" else f", {routing} routing", date=settings["date"][:10],
-        git=settings["git"][:7] + ("+" if settings["git"].endswith("+") else ""), torch=settings["torch"],
+        git=short_revision(settings["git"]), torch=settings["torch"],
         triton=settings["triton"], nccl=settings["nccl"], multicast=settings["multicast"],
         link=f"{settings['link_gbps']:.0f} GB/s each way" if settings["link_gbps"] else "unknown",
     )
-    return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+    return head + "\n" + markdown(lines)
 
 
 def _in_order(names):
@@ -107,11 +108,3 @@ def _us(row):
         return "–"
     p99 = f" / {row['p99_ms'] * 1e3:.1f}" if row["p99_ms"] else ""
     return f"{row['ms'] * 1e3:.1f}{p99}"
-
-
-def _factor(value):
-    return "–" if value is None else f"{value:.2f}{' ▼' if round(value, 2) < 1 else ''}"
-
-
-def _share(value):
-    return "–" if value is None else f"{value:.2f}"

@@ -1,6 +1,7 @@
 """Report section of the MoE layers, tp_moe and ep_moe."""
 
 from bench.report import tables as run_tables
+from bench.report.cells import factor
 from bench.report.tables import of
 
 _INTRO = """## MoE layers
@@ -111,4 +112,4 @@ def _ep_table(runs):
 
 def _over(run, other, ours):
     other, ours = run_tables.ms(run, other), run_tables.ms(run, ours)
-    return run_tables.factor(other / ours if other and ours else None)
+    return factor(other / ours if other and ours else None)

@@ -10,7 +10,7 @@ from bench.core.points import BadRow, geometric_mean, read, read_collectives, re
 from bench.multinode_model import measured_inputs, model, token_model
 from bench.multinode_model import published as nodes_published
 from bench.multinode_model.model import World
-from bench.report.tables import factor
+from bench.report.cells import factor, markdown, share
 
 WORLDS = tuple(World(count) for count in (1, 2, 4, 8))
 _HEAD = """## Predicted multi-node performance
@@ -62,7 +62,7 @@ def main(results):
 def _table(titles, lines, text_columns=1):
     """Return a Markdown table whose first columns are left-aligned."""
     rule = ["---"] * text_columns + ["---:"] * (len(titles) - text_columns)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (titles, rule, *lines)) + "\n"
+    return markdown([titles, rule, *lines])
 
 
 def _time(value):
@@ -72,10 +72,6 @@ def _time(value):
 
 def _us(value):
     return "–" if not value else f"{1e3 * value:.0f}"
-
-
-def _share(value):
-    return "–" if value is None else f"{value:.2f}"
 
 
 # ---- validation and inputs ----
@@ -141,8 +137,8 @@ def _beside_published(machine):
             here, there = (getattr(model, operator)(rates, *sizes, two) for rates in (machine, slow))
             ratios.setdefault(operator, []).append(there.speedup / bar)
             lines.append([
-                operator, _sizes(sizes, here), factor(here.speedup), _share(here.hidden), factor(there.speedup),
-                _share(there.hidden), f"{bar:.2f}",
+                operator, _sizes(sizes, here), factor(here.speedup), share(here.hidden), factor(there.speedup),
+                share(there.hidden), f"{bar:.2f}",
             ])
     titles = ("operator", "M x N x K", "x unfused", "hidden", "H800 links: x unfused", "hidden", "published")
     means = (
@@ -170,7 +166,7 @@ def _published_all_to_all(machine):
     straight = token_model.all_to_all(machine, tokens, hidden, choices, row_bytes, world)
     once = token_model.ep_dispatch(machine, tokens, hidden, experts, choices, row_bytes, world)
     lines = [
-        [name, f"{cost.sent.network / 1e6:.2f}", _us(cost.network), _us(cost.ours), _share(cost.efficiency)]
+        [name, f"{cost.sent.network / 1e6:.2f}", _us(cost.network), _us(cost.ours), share(cost.efficiency)]
         for name, cost in (("all_to_all, one row per expert", straight), ("ep_dispatch, one row per node", once))
     ]
     lines += [[name, "", "", str(us), ""] for name, us in nodes_published.ALL_TO_ALL_US.items()]
@@ -232,7 +228,7 @@ def _dense_line(machine, operator, sizes, world):
     line = [
         _sizes(sizes, cost), str(world.nodes), str(world.ranks), _time(cost.gemm), _time(cost.network),
         _time(cost.link), cost.bound, _time(cost.sequence), _time(cost.ours), factor(cost.speedup),
-        _share(cost.efficiency), _share(cost.hidden),
+        share(cost.efficiency), share(cost.hidden),
     ]
     if operator == "gemm_ar":
         line.append(_time(model.gemm_ar(machine, *sizes, world, once=False).ours))
@@ -260,7 +256,7 @@ def _experts(machine):
             lines.append([
                 str(tokens), str(world.nodes), str(world.ranks), f"{there.routing.nodes:.2f}",
                 f"{there.routing.nvlink_rows:.2f}", _us(there.network), _us(there.link), _us(there.ours),
-                _share(there.efficiency), _us(back.ours), _share(back.efficiency), _us(rows.ours),
+                share(there.efficiency), _us(back.ours), share(back.efficiency), _us(rows.ours),
             ])
     titles = ("tokens", "nodes", "GPUs", "remote nodes", "rows", "network", "NVLink", "dispatch", "efficiency",
               "combine", "efficiency", "all_to_all")
@@ -275,7 +271,7 @@ def _decoding(machine):
             cost = token_model.flash_decode(machine, keys, *nodes_published.DECODE_HEADS, world)
             lines.append([
                 f"{keys // 1024}K", str(world.nodes), str(world.ranks), _us(cost.local), _us(cost.sequence),
-                _us(cost.ours), factor(cost.speedup), _share(cost.hidden),
+                _us(cost.ours), factor(cost.speedup), share(cost.hidden),
             ])
     note = (
         "Microseconds by total number of keys; batch 1, 96 / 12 heads of 128, in CUDA graphs. **local**: one rank "

@@ -3,6 +3,7 @@
 from bench.core.points import at_full_size, geometric_mean, groups, swept
 from bench.dense.shapes import TOKENS
 from bench.report import plots
+from bench.report.cells import factor, is_loss, markdown, ms, share, short_revision
 from bench.report.config_text import config_in_short
 
 SMALL_M = 1024  # shapes below have a mean of their own, because host time and latency dominate them
@@ -113,7 +114,7 @@ def _provenance(points):
     ]
     dates = sorted({point.settings["date"][:10] for point in points})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    revisions = ", ".join(sorted({_short(point.settings["git"]) for point in points}))
+    revisions = ", ".join(sorted({short_revision(point.settings["git"]) for point in points}))
     rates = {point.settings["link_gbps"] for point in points if point.settings.get("link_gbps")}
     link = f"; best link rate {max(rates):.0f} GB/s each way" if rates else ""
     multicast = _all(points, "multicast")
@@ -122,10 +123,6 @@ def _provenance(points):
 
 def _all(points, key):
     return " and ".join(sorted({str(point.settings[key]) for point in points if point.settings.get(key)}))
-
-
-def _short(revision):
-    return revision[:7] + ("+" if revision.endswith("+") else "")
 
 
 def _line(point):
@@ -157,7 +154,7 @@ def _mean(title, points):
         factors = {point.shape: getattr(point, name) for point in points if getattr(point, name)}
         if factors:
             worst = min(factors, key=factors.get)
-            slower = sum(map(_is_loss, factors.values()))
+            slower = sum(map(is_loss, factors.values()))
             means.append(
                 f"**{geometric_mean(factors.values()):.2f} x** {what} (worst {factors[worst]:.2f} x, {worst}; "
                 f"slower in {slower} of {len(factors)})"
@@ -200,30 +197,9 @@ def _sweep(layers):
     return "\n".join([note, table(title, [[str(m), *(cells.get((layer, m), "") for layer in layers)] for m in rows])])
 
 
-# ---- cells ----
-
-
 def table(titles, lines):
     """Return a Markdown table without its empty columns."""
     lines = [list(line) for line in lines]
-    kept = [i for i in range(len(titles)) if any(line[i] for line in lines)]
+    kept = [i for i in range(len(titles)) if any(line[i] not in ("", "–") for line in lines)]
     rule = ["---" if titles[i] in _TEXT_COLUMNS else "---:" for i in kept]
-    rows = [[titles[i] for i in kept], rule, *([line[i] or "–" for i in kept] for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def ms(value):
-    return "" if value is None else f"{value:.{3 if value >= 0.1 else 4}f}"
-
-
-def share(value):
-    return "" if value is None else f"{value:.2f}"
-
-
-def factor(value):
-    return "" if value is None else f"{value:.2f}{' ▼' if _is_loss(value) else ''}"
-
-
-def _is_loss(value):
-    """Whether the printed factor is below 1.00."""
-    return round(value, 2) < 1
+    return markdown([[titles[i] for i in kept], rule, *([line[i] or "–" for i in kept] for line in lines)])

@@ -1,6 +1,8 @@
 """Headline tables of the summary page: a few problems of each family, wins and losses, taken from the rows."""
 
-from bench.report.dense import factor, ms, table
+from bench.report import tables
+from bench.report.cells import factor, ms
+from bench.report.dense import table
 
 # (operator, M, N, K) of the eager table; the same on every machine that has them.
 _LARGE = (
@@ -18,7 +20,6 @@ _SMALL = (
     ("gemm_ar", 32, 5120, 25600),
 )
 _DISPATCH_OURS = ("tdkernels", "tdkernels-max-tokens", "tdkernels-direct")
-_STRATEGIES = {"tdkernels-direct": "low-latency"}
 _TOKENS = (16, 128, 1024, 4096)
 # (operator, fields of the row, method of ours, description)
 _LAYERS = (
@@ -85,10 +86,10 @@ def _dense_line(point):
 
 
 def _newest(rows, **fields):
-    """Return {method: row} of the newest run whose rows have these fields, {} if there is none."""
+    """Return {method: row} of the newest run whose rows have these fields and a time, {} if there is none."""
     found = [row for row in rows if all(row[name] == value for name, value in fields.items()) and row["ms"]]
-    newest = max((row["date"] for row in found), default=None)
-    return {row["method"]: row for row in found if row["date"] == newest}
+    same = lambda row: None  # noqa: E731 - the fields select one problem on one machine
+    return tables.newest(found, same, same).get(None, {}).get(None, {})
 
 
 def _us(row):
@@ -123,7 +124,7 @@ def _dispatch(rows):
             ours, base = _fastest(run, *_DISPATCH_OURS), _fastest(run, "sequence", "sequence-known-splits")
             if ours and base:
                 name = f"`{operator}`{f', {payload}' if payload else ''}"
-                strategy = _STRATEGIES.get(ours["method"], "two-phase") if payload else ""
+                strategy = "low-latency" if ours["method"] == "tdkernels-direct" else "two-phase" if payload else ""
                 lines.append([name, str(tokens), strategy, _us(base), _us(ours), factor(base["ms"] / ours["ms"])])
     if not lines:
         return ""

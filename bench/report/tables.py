@@ -1,5 +1,8 @@
 """Tables of interleaved runs: a line for each problem, a column for each method, and ratios of ours."""
 
+from bench.report import cells
+from bench.report.cells import factor, markdown, short_revision
+
 _HEAD = """### {title}, {ranks} x {gpu}
 
 {what}. {date}, revision {git}; torch {torch}, triton {triton}{nccl}{link}.
@@ -45,15 +48,15 @@ def table(title, what, runs, first, methods, more):
     titles = [*first, *shown, *more]
     lines = [titles, ["---"] * len(first) + ["---:"] * (len(titles) - len(first))]
     for run in runs:
-        times = [_time(ms(run, method)) for method in shown.values()]
+        times = [cells.ms(ms(run, method)) for method in shown.values()]
         lines.append([*(cell(run) for cell in first.values()), *times, *(cell(run) for cell in more.values())])
-    return "\n".join([_head(title, what, some), *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+    return _head(title, what, some) + "\n" + markdown(lines)
 
 
 def _head(title, what, rows):
     dates = sorted({row["date"][:10] for row in rows})
     rates = [row["link_gbps"] for row in rows if row["link_gbps"]]
-    revisions = {row["git"][:7] + ("+" if row["git"].endswith("+") else "") for row in rows}
+    revisions = {short_revision(row["git"]) for row in rows}
     row, when = rows[0], " to ".join(dict.fromkeys((dates[0], dates[-1])))
     nccl = f", NCCL {row['nccl']}; NVLink multicast {row['multicast']}" if row["num_gpus"] > 1 else ""
     return _HEAD.format(
@@ -71,24 +74,11 @@ def ms(run, method):
     return run.get(method, {}).get("ms")
 
 
-def _time(value):
-    return "–" if value is None else f"{value:.{3 if value >= 0.1 else 4}f}"
-
-
 def of(method, field):
     """Return a function of a run that shows a field of a method as a ratio."""
 
     def cell(run):
         value = run.get(method, {}).get(field)
-        return _share(value) if field == "efficiency" else factor(value)
+        return cells.share(value) if field == "efficiency" else factor(value)
 
     return cell
-
-
-def factor(value):
-    """Show a ratio. A loss is marked; a ratio that rounds to 1.00 is no loss."""
-    return "–" if value is None else f"{value:.2f}{' ▼' if round(value, 2) < 1 else ''}"
-
-
-def _share(value):
-    return "–" if value is None else f"{value:.2f}"

@@ -1,10 +1,10 @@
 """The page of test runs on GPUs, and which operator was measured on which hardware."""
 
-import re
+from bench.report.cells import markdown, short_revision
 
 _INTRO = """Runs of the tests on GPUs, newest first, and measurements by operator and hardware. A run says nothing about
 kernels that changed after it. "Passes" counts repetitions. Ranks that share a GPU test compiled kernels, not a link.
-Failures are explained in [the support page](../../docs/support.md#test-record).
+[The notes](../../docs/performance/notes/testing-on-gpus.md#test-runs) say what the larger runs found.
 """
 _RUNS = ("date", "GPUs", "revision", "tests", "passes", "failures", "ranks", "what ran")
 _FAMILIES = (
@@ -43,14 +43,9 @@ def _run(key, rows):
     date, gpu, num_gpus, revision = key
     ranks = sorted({int(rank) for row in rows for rank in row["passes_by_ranks"]} - {0})
     return [
-        date, f"{num_gpus} x {gpu}", _short(revision), _total(rows, "tests"), _total(rows, "passes"),
-        _total(rows, "failures"), ", ".join(map(str, ranks)) or "see right", _what(rows),
+        date, f"{num_gpus} x {gpu}", short_revision(revision), _total(rows, "tests"), _total(rows, "passes"),
+        _total(rows, "failures"), ", ".join(map(str, ranks)) or "–", _what(rows),
     ]
-
-
-def _short(revision):
-    """Return 7 digits of a revision and its "+"; a note in place of a revision stays whole."""
-    return re.sub(r"[0-9a-f]{40}", lambda match: match[0][:7], revision)
 
 
 def _total(rows, name):
@@ -87,5 +82,4 @@ def _mark(cells, operator, settings, mark):
 
 
 def _table(titles, lines):
-    rows = [titles, ["---"] * len(titles), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return markdown([titles, ["---"] * len(titles), *lines])
