@@ -28,6 +28,7 @@ from bench.dense.peers import PEERS  # noqa: E402
 from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
 from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, tp_moe  # noqa: E402
 from bench.report import main as report  # noqa: E402
+from tdkernels.cli.output import console  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -43,7 +44,6 @@ _COLUMNS = {  # {title in the printed table: (field, format)}; columns without a
     "host ms": ("host_ms", ".4f"), "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"),
     "speedup": ("speedup", ".3f"), "efficiency": ("efficiency", ".3f"),
 }
-_MAX_WIDTH = 170  # of the printed table, if the output is not a terminal
 
 
 def main(options):
@@ -301,10 +301,9 @@ def _status(text):
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
     try:
-        from rich.console import Console
+        return console(stderr=True).status(text)
     except ImportError:  # rich is optional
         return contextlib.nullcontext()
-    return Console(stderr=True).status(text)
 
 
 def _append(rows, folder):
@@ -353,7 +352,6 @@ def _print_table(title, rows):
         shown = {**row, "shape": _shape(row), "method": _method(row)}
         lines.append([_cell(shown.get(field), spec) for field, spec in columns.values()])
     try:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:  # rich is optional
@@ -364,7 +362,7 @@ def _print_table(title, rows):
             table.add_column(column, justify="left" if column in ("shape", "method") else "right")
         for line, following in zip(lines, [*lines[1:], None]):
             table.add_row(*map(Text, line), end_section=following is not None and following[0] != line[0])
-        Console(width=None if sys.stdout.isatty() else _MAX_WIDTH).print(table)
+        console(width=170).print(table)  # named layers and CUDA graphs need more than 100 columns
     for row in rows:
         if row["absent"]:
             print(f"{_shape(row)}: {_method(row)} (absent: {row['absent']})")

@@ -34,12 +34,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("repetition", range(count), indirect=True)
 
 
-# Their compiled code differs from GPU to GPU; they stand for the other tests.
+# Their compiled code differs between GPUs, and covers what the other tests would compile for these GPUs.
 _FOR_ALL_GPUS = ("test_gemm_kernels_compile", "test_one_shot_compiles", "test_helper_kernels")
 _OTHER_GPUS = ("sm_89", "sm_100", "gfx950")  # sm_80 uses the same code paths as sm_89, and has more shared memory
 # The result of these tests does not depend on the GPU that they compile for.
 _FOR_ONE_GPU = ("test_traced_kernels_compile", "test_size_one_compiles", "test_collectives_with_odd_sizes_compile")
-# Their cases overlap; every other one stands for the rest.
+# Their cases overlap, so every other case is enough.
 _LONG = {
     "test_ag_attention.py": ("test_everything",),
     "test_all_to_all.py": ("test_round_trip",),
@@ -77,7 +77,7 @@ def _adds_little(item, params):
 
 
 def _compilation_adds_little(item, params):
-    """Whether other cases stand for the GPU or the dtype of this compilation."""
+    """Return whether other cases cover the GPU and the dtype of this compilation."""
     dtype = params.get("dtype", torch.bfloat16)
     if params["arch"] == "sm_90":
         return dtype == torch.float16  # compiles to the same code as bf16

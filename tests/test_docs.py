@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 import re
 import runpy
 import subprocess
@@ -20,6 +19,7 @@ import tdkernels
 from tdkernels import lang
 from tests.ops.attention.flash_decode.oracle import Decode
 from tests.support import ranks
+from tests.support.programs import environment
 
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
@@ -41,12 +41,10 @@ def blocks(document, language):
 
 def run(program, tmp_path):
     """Run a program from a file outside the repository, as a reader would; return its output."""
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    if ranks.DEVICE == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
     path = tmp_path / "program.py"
     path.write_text(program)
-    done = subprocess.run([sys.executable, path], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, path]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,6 +1,5 @@
 """The operator of docs/contributing/write-an-operator.md: the page quotes the files, and the operator's tests pass."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ranks
+from tests.support.programs import environment
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "operator"
@@ -17,11 +17,8 @@ PAGE = ROOT / "docs" / "contributing" / "write-an-operator.md"
 
 def run_tests(folder, *options):
     """Run the tests of the example in a folder, as a reader does."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if ranks.DEVICE == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_norm_all_gather.py"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=400)
 
 
 def test_page_quotes_the_files():

@@ -176,7 +176,7 @@ def _tuned(points):
     parts = [
         "### From the tuner's last round\n",
         "These are the times by which `python -m tdkernels tune` selected a config. They are no benchmark: other\n"
-        "libraries did not run beside them. The factor is 1.00 if the unfused baseline itself was selected.\n"
+        "libraries did not run beside them. The factor is 1.00 if the tuner selected the unfused baseline.\n"
         "Calls that take about as long on the host as on the GPU are timed in a CUDA graph.\n",
     ]
     for (operator, graph, *how), found in groups(points, "operator", "graph", "dtype", "layout").items():

@@ -24,7 +24,7 @@ def make(rows, hidden, dtype, seed=0):
 
 
 def forward_errors(rows, hidden, dtype):
-    """Return the largest error of three calls, with new data on one workspace, and that of a second run of the last."""
+    """Return the largest error of three calls with new data, and whether a repeated call gives the same bits."""
     errors = []
     for seed in range(3):
         x, weight = make(rows, hidden, dtype, seed)
@@ -41,7 +41,7 @@ def test_forward(pool, rows, hidden, dtype, bound):
 
 
 def gradients(rows, hidden):
-    """Return whether dx and dweight are those of the unsharded computation, in fp32."""
+    """Return whether dx and dweight agree with the unsharded computation, in fp32."""
     x, weight = (tensor.requires_grad_() for tensor in make(rows, hidden, torch.float32))
     y = norm_all_gather(x, weight)
     coefficients = torch.linspace(-1, 1, y.numel(), device=x.device).view_as(y)
@@ -95,7 +95,7 @@ def test_no_race():
 
 
 def compiled_matches():
-    """Return whether the output and the gradients of a compiled call are those of an eager call."""
+    """Return whether the output and the gradients of a compiled call equal those of an eager call."""
     results = []
     for function in (norm_all_gather, torch.compile(norm_all_gather, fullgraph=True, backend="aot_eager")):
         x, weight = (tensor.requires_grad_() for tensor in make(4, 16, torch.float32))

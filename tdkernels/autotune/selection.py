@@ -121,9 +121,9 @@ def look_up(tunable: "Tunable", problem: "Problem", device: torch.device, mode: 
     """Return the Choice of this rank, without communication."""
     if mode == "off":
         return Choice(tunable.default(problem, device), DEFAULT)
-    current = versions(tunable)
     name = problem.operator, problem.gpu
-    mine = [entry for entry in disk_cache.user_entries(*name) if entry.versions == current]
+    # The versions of the kernels take up to 0.4 s to compute: only if the user has tuned the operator on this GPU.
+    mine = [entry for entry in disk_cache.user_entries(*name) if entry.versions == versions(tunable)]
     shipped = disk_cache.shipped_entries(*name)
     for source, entries in ((CACHE, mine), (SHIPPED, shipped)):
         choice = _exact(tunable, problem, device, source, entries)

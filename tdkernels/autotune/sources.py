@@ -16,7 +16,7 @@ def kernel_sources(package: str) -> list[Path]:
     left = [file for file in folder.rglob("*.py") if file.stem not in _UNTIMED]
     found = set(left)
     while left:
-        new = _imported(left.pop()) - found
+        new = _read(left.pop())[1] - found
         found |= new
         left += new
     return sorted(found)
@@ -27,27 +27,24 @@ def hash_of(files: list[Path]) -> str:
 
     Otherwise each release that rewords a comment would make the tuned entries of its users stale.
     """
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(ast.unparse(_tree(file)).encode())
-    return digest.hexdigest()[:12]
+    return hashlib.sha256("".join(_read(file)[0] for file in files).encode()).hexdigest()[:12]
 
 
-@functools.cache
-def _tree(file):
-    """Return the syntax tree of a file, without docstrings."""
+@functools.cache  # operators share files of lang and of ops/common
+def _read(file):
+    """Return (hash of the code of a file, the files in ``_FOLLOWED`` that it imports)."""
     tree = ast.parse(file.read_text())
+    imports = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
-    return tree
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest(), imports
 
 
-@functools.cache
-def _imported(file):
-    """Return the files in ``_FOLLOWED`` that a file imports."""
+def _imported(tree):
+    """Return the files in ``_FOLLOWED`` that a module imports."""
     names = set()
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     paths = [_ROOT.joinpath(*name.split(".")[1:]) for name in names if name.startswith(_FOLLOWED)]

@@ -92,7 +92,7 @@ def ship(folder, *entries):
 
 @contextlib.contextmanager
 def record_configs():
-    """Record the configs that run, by operator; "torch" stands for the torch baseline of a forward."""
+    """Record the configs that run, by operator; the unfused baseline of a forward is recorded as "torch"."""
     ran = {operator: [] for operator in OPERATORS}
     with pytest.MonkeyPatch.context() as patch:
         for operator in OPERATORS:

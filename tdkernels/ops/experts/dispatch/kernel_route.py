@@ -70,7 +70,7 @@ def count_tile(
     place = td.sum_of((same & earlier).to(tl.int32), 1)
     is_last = td.sum_of((same & later).to(tl.int32), 1) == 0
 
-    # A token is sent to a rank once, even if it has several experts there. Its first assignment there stands for it.
+    # A token is sent to a rank once, even if it has several experts there. Only its first assignment counts.
     to_same = dest[:, None] == dest[None, :]
     again = to_same & (token[:, None] == token[None, :])
     is_first = (td.sum_of((again & earlier).to(tl.int32), 1) == 0) & valid
