@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are made from files outside docs/, and links to such files."""
+"""Hooks of mkdocs: pages from files outside docs/, and links to such files."""
 
 import contextlib
 import io
