@@ -23,6 +23,7 @@ from bench.attention import ag_attention, flash_decode, ulysses  # noqa: E402
 from bench.attention import shapes as sequence_shapes  # noqa: E402
 from bench.collectives import cases as collectives  # noqa: E402
 from bench.core import harness, measure  # noqa: E402
+from bench.dense import solo  # noqa: E402
 from bench.dense.operators import OPERATORS, Case  # noqa: E402
 from bench.dense.peers import PEERS  # noqa: E402
 from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
@@ -52,6 +53,7 @@ def main(options):
     try:
         folder = _folder(options.out)
         operators, alone, experts, grouped, layers, decode, sequences = _operators_by_family(options.operators)
+        others = [*alone, *experts, *grouped, *layers, *decode, *sequences]
         peers = _peers(options.peers)
         parse_shapes = grouped_gemm.parse_shapes if grouped else _shapes
         shapes = None if layers or decode or sequences else parse_shapes(options.shapes)
@@ -69,11 +71,15 @@ def main(options):
             raise ValueError("--tokens needs a model in --shapes, such as llama-70b")
         if tokens and layers == tp_moe.OPERATORS:
             raise ValueError("--tokens does not apply to tp_moe: its shapes begin with the number of tokens")
+        if options.solo and (reason := solo.why_not(operators, others, options.solo, options.link)):
+            raise ValueError(reason)
+        if options.link is not None and options.solo is None:
+            raise ValueError("--link is for --solo")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
         min_ranks = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2
-        rehearsal = torch.cuda.device_count() < min_ranks
-        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, min_ranks)
+        rehearsal = torch.cuda.device_count() < (1 if options.solo else min_ranks)
+        ranks = 1 if grouped else options.solo or _num_ranks(options.nproc, rehearsal, min_ranks)
         sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
         if operators and not any(selected.values()):
@@ -116,6 +122,8 @@ def main(options):
         ),
         *_supported(ulysses.cases(_of_module(sequences, ulysses), lengths, ranks, options.backward)),
     ]
+    if options.solo is not None:
+        return _solo(options, cases, plan, None if rehearsal else folder)
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
         rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder, deadline)
@@ -126,6 +134,19 @@ def main(options):
         print(f"Rows were written to {folder}. Use --report to generate tables and plots.")
     for failure in failures:
         print(f"failed: {failure.splitlines()[0]}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _solo(options, cases, plan, folder):
+    """Measure in solo mode. Return the exit code."""
+    common = {"rounds": plan.rounds, "git": revision(), "num_gpus": 1}
+    keep = None if folder is None else lambda rows: _append(rows, folder, "solo")
+    rows, failures = solo.main(cases, options.solo, options.link, plan, keep, common)
+    print("Solo mode: one GPU acted as one of the ranks. No byte crossed a link.")
+    if folder is None:
+        print(_WARNING.format("a CPU rank"))
+    elif rows:
+        print(f"Rows were written to {folder}. Use --report to generate tables and plots.")
     return 1 if failures else 0
 
 
@@ -306,9 +327,10 @@ def _status(text):
         return contextlib.nullcontext()
 
 
-def _append(rows, folder):
+def _append(rows, folder, name=None):
+    """Append rows to the file of their operator, or to ``name``."""
     slug = re.sub(r"[^a-z0-9]+", "-", rows[0]["gpu"].lower().removeprefix("nvidia ")).strip("-")
-    path = folder / f"{slug}x{rows[0]['num_gpus']}" / f"{rows[0]['op']}.jsonl"
+    path = folder / f"{slug}x{rows[0]['num_gpus']}" / f"{name or rows[0]['op']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -21,7 +21,7 @@ LAYERS = [
     ("ops.experts.dispatch",),
     ("ops.experts.ep_moe", "ops.experts.tp_moe"),
     ("", "ops"),  # tdkernels itself, which exports the public names
-    ("nn", "trace", "sanitizer"),
+    ("nn", "trace", "sanitizer", "solo"),
     ("cli",),
     ("__main__",),
 ]

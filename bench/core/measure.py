@@ -42,7 +42,7 @@ def measure(case, plan):
         [(method, whether in a CUDA graph, times)]. times is the entry of ``harness.time_methods`` plus "config", or
         {"absent": reason}.
     """
-    sets = _input_sets(case)
+    sets = input_sets(case)
     calls, configs, absent = _methods(case, plan)
     references = _references(case, sets[:2])  # two, because workspaces are double-buffered
     for name in [name for name in calls if name not in PLAIN]:
@@ -74,7 +74,8 @@ def timed(calls, captured, sets, plan, configs, absent, not_captured):
     return table + [(name, True, {"absent": reason}) for name, reason in not_captured.items()]
 
 
-def _input_sets(case):
+def input_sets(case):
+    """Return inputs of several calls, more than fit in the L2 cache."""
     sets = [case.inputs(0)]
     nbytes = sets[0].x.nbytes + sets[0].weight.nbytes
     count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
@@ -88,20 +89,27 @@ def _methods(case, plan):
     calls = {name: getattr(direction, name) for name in PLAIN} | calls | {"tdkernels": direction.ours(case, None)}
     if case.backward:  # the backward selects its own configs
         return calls, {}, absent
-    configs = {}
-    default = configs["tdkernels-default"] = _default_config(case)
-    for number, override in enumerate(plan.overrides, 1):
-        name = f"c{number} {json.dumps(override)}"
-        try:
-            configs[name] = _override(default, override)
-        except TypeError as err:  # a field of another operator
-            absent[name] = str(err)
+    configs, not_applicable = overridden(_default_config(case), plan.overrides)
+    configs = {"tdkernels-default": _default_config(case)} | configs
+    absent |= not_applicable
     return calls | {name: direction.ours(case, config) for name, config in configs.items()}, configs, absent
 
 
 def _default_config(case):
     """Return the heuristic config of the forward with overlap, used without tuning."""
     return tunable(case.operator).default(case.problem(rank_device()), rank_device())
+
+
+def overridden(default, overrides):
+    """Return ({name: config}, {name: reason for absence}) of changes of the default config."""
+    configs, absent = {}, {}
+    for number, override in enumerate(overrides, 1):
+        name = f"c{number} {json.dumps(override)}"
+        try:
+            configs[name] = _override(default, override)
+        except TypeError as err:  # a field of another operator
+            absent[name] = str(err)
+    return configs, absent
 
 
 def _override(config, overrides):

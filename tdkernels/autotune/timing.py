@@ -140,6 +140,8 @@ def slowest_link(device: torch.device, group: dist.ProcessGroup) -> float | None
         return None  # copy engines do not reach other nodes
     if group not in _slowest_links:
         state = group_state(group)
+        if not state.has_link:
+            return state.link_rate
         room = all(text == "True" for text in state.exchange("link rate", str(_has_room(device))))
         rate = link_rate(device, group) if room else None
         rates = [json.loads(text) for text in state.exchange("link rate", json.dumps(rate))]

@@ -186,6 +186,13 @@ def _bench(parser):
     )
     parser.add_argument("--nproc", "--tp", type=int, metavar="W", help="number of ranks (default: the number of GPUs)")
     parser.add_argument(
+        "--solo", type=int, metavar="W",
+        help="ag_gemm and gemm_rs: measure one rank of W on one GPU, without the others and without a link",
+    )
+    parser.add_argument(
+        "--link", type=float, metavar="GB/s", help="with --solo: data arrives at this rate (default: at once)"
+    )
+    parser.add_argument(
         "--seconds", type=float, metavar="S", help="start nothing more after S seconds (default: no limit)"
     )
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="bursts of each method (default: 10)")

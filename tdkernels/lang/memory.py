@@ -15,6 +15,17 @@ SYS = tl.constexpr("sys")
 
 
 @jit
+def barrier():
+    """Wait for all threads of the program, as ``tl.debug_barrier`` does, which Triton does not pipeline in a loop."""
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
+
+
+@jit
 def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
     """Load one 64-bit word with acquire order.
 

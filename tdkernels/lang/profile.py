@@ -9,7 +9,7 @@ more slots for actions that it repeats. An event consists of the time and a word
 import triton.language as tl
 
 from tdkernels.lang.kernel import jit
-from tdkernels.lang.memory import clock_ns
+from tdkernels.lang.memory import barrier, clock_ns
 from tdkernels.lang.targets import number_of, target
 
 # One string, so that it is part of the key of a compiled kernel. On a clock of low resolution, two events can have the
@@ -37,7 +37,7 @@ def mark(trace, KIND: tl.constexpr, peer=NO_PEER, turn=NO_PEER):
             repetition is kept.
     """
     if trace[0] is not None:
-        tl.debug_barrier()
+        barrier()
         kind = number_of(KIND, KINDS)
         turn = tl.full((), 0, tl.int64) + turn
         place = tl.where(turn < 0, kind, NUM_KINDS + turn)

@@ -34,6 +34,7 @@ from tdkernels.lang.kernel import jit
 from tdkernels.lang.memory import (
     SYS,
     add_release,
+    barrier,
     clock_ns,
     fence_acquire_release,
     fence_before_tma_load,
@@ -143,7 +144,7 @@ def notify(
     value = _wide(value)
     if OP == "set":
         # 0 is the signal of a void launch. The word may hold an earlier call's signal that the peer has not read yet.
-        tl.debug_barrier()
+        barrier()
         goes = value != 0
         if CHECK_FAILED:
             goes &= failed(ctx) == 0
@@ -228,7 +229,7 @@ def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.con
                 there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
                 offsets = tl.where(there, peers, me).to(tl.int64) * stride + tl.where(there, first + numbers, 0)
                 missed |= _wait_each(ctx, first_ptr + offsets, expected, peers, there)
-        tl.debug_barrier()  # each thread has acquired from one peer; after the barrier, all threads have from all peers
+        barrier()  # each thread has acquired from one peer; after the barrier, all threads have from all peers
         return max_of(missed, 0) == 0
     else:
         all_arrived = _wide(expected) > 0

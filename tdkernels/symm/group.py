@@ -89,6 +89,10 @@ def number_of_launches() -> int:
 class GroupState:
     """State of one process group while the group exists: its store, consensus checks, workspaces and errors."""
 
+    has_link = True  # if not, ``link_rate`` is that of a model
+    link_rate = None  # bytes per second
+    workspace_class = None  # instead of Workspace
+
     def __init__(self, group, prefix="tdkernels"):
         self.name = group.group_name
         self.rank = dist.get_rank(group)
@@ -356,7 +360,7 @@ def scratch_state(group):
     kept = group_state(group)
     kept._scratches += 1
     topology = kept.topology
-    scratch = GroupState(group, f"{kept._prefix}/scratch{kept._scratches}")
+    scratch = type(kept)(group, f"{kept._prefix}/scratch{kept._scratches}")
     scratch._topology, scratch._has_met = topology, True
     states[group] = scratch
     try:

@@ -49,6 +49,11 @@ def refuse_nodes(name, state):
         )
 
 
+def words_bytes(half_signals: int) -> int:
+    """Return the bytes of the words before the data area, rounded up to its alignment."""
+    return round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
+
+
 class Workspace:
     """Symmetric buffer of one group on one device, for the launches of one family of kernels. See ``get_workspace``.
 
@@ -177,8 +182,7 @@ class Workspace:
                 raise error
 
     def _make(self, half_bytes, half_signals, num_flags):
-        data_offset = round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
-        self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
+        self.buffer, data_offset = self._make_buffer(half_bytes, half_signals)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
         self._forget_launches()
         self.data_offset = data_offset
@@ -208,6 +212,11 @@ class Workspace:
         base = self.buffer.addresses[self.rank]
         self.group.tables[number] = Table(weakref.ref(self), self.name, base, half_signals)
         networks.name(self.state.data_ptr(), self.buffer.network)
+
+    def _make_buffer(self, half_bytes, half_signals):
+        """Return a new buffer and the offset of its data area in bytes."""
+        data_offset = words_bytes(half_signals)
+        return make_buffer(self.group, data_offset + self.halves * half_bytes, self.device), data_offset
 
     def signal_word(self, peer: int, index: int) -> torch.Tensor:
         """Return signal ``index`` of half 0 in the memory of ``peer`` as eight bytes, to copy ``signal_value`` into."""
@@ -377,7 +386,8 @@ def get_workspace(
     state = states.get(group) or group_state(group)
     workspace = state.workspaces.get((name, device))
     if workspace is None:
-        workspace = state.workspaces[name, device] = Workspace(state, device, name, halves, across_nodes)
+        kind = state.workspace_class or Workspace
+        workspace = state.workspaces[name, device] = kind(state, device, name, halves, across_nodes)
     return workspace
 
 

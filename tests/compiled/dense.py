@@ -10,12 +10,14 @@ from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_multinode import ag_gemm_nodes_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
+from tdkernels.ops.dense.ag_gemm.launch import num_stores
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.ops.dense.gemm_rs.kernel_multinode import gemm_rs_nodes_kernel
+from tdkernels.ops.dense.gemm_rs.launch_direct import SPLIT, slice_elements
 from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
 from tests.compiled.targets import FP32, tiles_for, uses_tma
 from tests.support.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
@@ -48,8 +50,12 @@ def compile_gemm(
     ctx = pointer(torch.int64)
     if kernel in (ag_gemm_kernel, ag_gemm_nodes_kernel):
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
-        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
         constants = {"FIXED_HALF": False, **constants}
+        if kernel is ag_gemm_kernel:
+            constants["STORES"] = stores = num_stores(tiles, dtype, SHARED_MEMORY[arch])
+            block = [1, tiles.block_m, tiles.block_n // stores]
+            args.append(descriptor(dtype, (1, 512, 512), block) if tma and n % 8 == 0 else None)
+        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
@@ -63,10 +69,9 @@ def compile_gemm(
     elif kernel is gemm_rs_direct_kernel:
         tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
-        z_desc = descriptor(dtype, (1, 512, 512), [1, tiles.block_m, tiles.block_n]) if tma and n % 8 == 0 else None
-        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, z_desc, *[sent] * 3, *[None] * 4]
-        args += [rows, n, k, stride, PLAN, 8]
-        constants = {"RANKS": 4, **constants}
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, *[sent] * 4, *[None] * 4]
+        args += [rows, n, k, stride, PLAN, 8, 128, 33]
+        constants = {"SLICE": slice_elements(tiles, dtype, 4), "SPLIT": SPLIT, "RANKS": 4, **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]

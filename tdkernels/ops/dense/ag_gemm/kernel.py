@@ -1,14 +1,22 @@
-"""Kernel of ag_gemm: some work items push this rank's shard to all peers, the others multiply the chunks that arrive.
+"""Kernel of ag_gemm: some programs push this rank's shard to all peers, the others multiply the chunks that arrive.
 
 Rank ``source`` sets signal number ``source * num_chunks + chunk`` of a half when it has stored that chunk of its shard
 in this rank's memory. The waiters are the tiles with rows of the chunk.
+
+The programs that multiply have a fixed share of the tiles, and one flattened loop over all of them: while a program
+stores a tile, the loads of its next tile are in flight. A wait is part of this loop. So the loop has a single main loop
+per tile, which reads this rank's rows from x and those of the peers from the buffer.
+
+Progress (invariant 1): only the programs that multiply wait, and only for programs that push, on any rank. These have
+smaller ids.
 """
 
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.lang.signals import NEVER
 from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
 from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 
@@ -16,18 +24,31 @@ from tdkernels.ops.dense.ag_gemm.tile import store_tile
 def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     """Return (shard, tile row, tile column): this rank's shard first, then chunks in the order in which they arrive."""
     own_tiles = tiles_m * tiles_n
-    source = me
-    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
-    if tile >= own_tiles:
-        remote = tile - own_tiles
-        per_chunk = chunk_tiles * tiles_n
-        chunk = remote // (per_chunk * (ranks - 1))
-        step = remote % (per_chunk * (ranks - 1)) // per_chunk + 1
-        source = (me + ranks - step) % ranks
-        within = remote % per_chunk
-        pid_m = chunk * chunk_tiles + within % chunk_tiles
-        pid_n = within // chunk_tiles
-    return source, pid_m, pid_n
+    own_m, own_n = swizzle(tile % own_tiles, tiles_m, tiles_n, group_m)
+    remote = tl.maximum(tile - own_tiles, 0)
+    chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
+    per_chunk = chunk_tiles * tiles_n
+    chunk = tl.minimum(remote // (per_chunk * (ranks - 1)), chunks - 1)
+    # The last chunk of a shard may have fewer tile rows.
+    height = tl.minimum(tiles_m - chunk * chunk_tiles, chunk_tiles)
+    within = remote - chunk * per_chunk * (ranks - 1)
+    step = within // (height * tiles_n) + 1
+    within = within % (height * tiles_n)
+    is_own = tile < own_tiles
+    return (
+        tl.where(is_own, me, (me + ranks - step) % ranks),
+        tl.where(is_own, own_m, chunk * chunk_tiles + within % height),
+        tl.where(is_own, own_n, within // height),
+    )
+
+
+@td.jit
+def _selected(own, gathered, is_own):
+    """Return a pointer or descriptor. The compiler turns the branch into a selection."""
+    found = gathered
+    if is_own:
+        found = own
+    return found
 
 
 # Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
@@ -35,20 +56,21 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
 ])
 def ag_gemm_kernel(
-    ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
+    ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, y_desc,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
 
-    Work items 0 to num_comm - 1 push this rank's shard to the peers. Each later item (``piece``) computes one tile, in
-    the order of arrival. Programs fetch the items from the work queue (``lang.work_queue``).
+    Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
+    STORES: number of column blocks in which a tile is stored.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     N = as_aligned(N, PRODUCT.aligned)
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
@@ -59,54 +81,57 @@ def ag_gemm_kernel(
         signal = td.signal_of(ctx, td.epoch(ctx), plan)
     else:
         epoch, half, signal = td.call(ctx, plan)
+    is_void = td.is_void_for_all(signal)  # a peer may still read the data of an earlier launch
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
 
-    pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
-
-    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
-    while piece < pieces:
-        trace = (trace_ptr, piece)
+    program = tl.program_id(0)
+    if program < num_comm:
+        trace = (trace_ptr, program)
         td.mark(trace, "starts")
-        if piece < num_comm:
-            push_shard(
-                ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
-                num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
-            )
-            answer = td.fetch_work_item(ctx)
-        else:
-            source, pid_m, pid_n = _tile_by_arrival(piece - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
-            if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
-                row = pid_m * BLOCK_M
-                col = pid_n * BLOCK_N
-                # Two loops, one of which is empty. In two branches each loop would get its own shared memory.
-                own_k = tl.where(source == me, K, 0)
-                td.mark(trace, "multiplies", source)
-                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-                acc = gemm_tile(acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K, PRODUCT)
-                # A multiple of 16: see slot_rows_of.
-                slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
-                if source != me:
-                    td.mark(trace, "waits", source)
-                    # producer: push_shard of the source, or its copy engine
-                    signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
-                    seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=PRODUCT.use_tma)
-                    slot = td.consume_token(slot, seen)
-                    td.mark(trace, "multiplies", source)
-                acc = gemm_tile(
-                    acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
-                    row + source * slot_rows * PRODUCT.use_tma, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
-                    PRODUCT,
-                )
-                answer = td.fetch_work_item(ctx)
-                td.mark(trace, "stores")
-                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
-            else:
-                answer = td.fetch_work_item(ctx)
+        push_shard(
+            ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
+            tl.where(is_void, 0, num_chunks), slot_bytes, program, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
+            trace=trace,
+        )
         td.mark(trace, "finishes")
-        piece = td.await_work_item(answer)
+        td.mark(trace, "ends")
+    first = tl.where(program < num_comm, ranks * tiles_m * tiles_n, program - num_comm)
+    last = tl.where(is_void, first, ranks * tiles_m * tiles_n)
+    for tile in tl.range(first, last, tl.num_programs(0) - num_comm, flatten=True):
+        trace = (trace_ptr, num_comm + tile)
+        td.mark(trace, "starts")
+        source, pid_m, pid_n = _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
+        is_own = source == me
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        if source != me:
+            td.mark(trace, "waits", source)
+        # producer: push_shard of the source, or its copy engine. Of this rank's own rows no signal is expected.
+        signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
+        expected = tl.where(is_own, NEVER, signal)
+        seen = td.wait_plan(ctx, signal_ptr, expected, source, FOR_TMA=PRODUCT.use_tma)
+        td.mark(trace, "multiplies", source)
+        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        if PRODUCT.use_tma:
+            in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)
+            acc = gemm_tile(
+                acc, x_ptr, _selected(x_desc, gathered_desc, is_own), tl.where(is_own, 0, half),
+                tl.where(is_own, row, in_buffer), M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+            )
+        else:
+            # A multiple of 16: see slot_rows_of.
+            slot = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes, seen)
+            rows_ptr = td.pointer_to(tl.where(is_own, x_ptr.to(tl.int64), slot), x_ptr.dtype.element_ty)
+            acc = gemm_tile(
+                acc, rows_ptr, None, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+            )
+        y = td.from_float32(with_bias(acc, bias_ptr, col + tl.arange(0, BLOCK_N), N, PRODUCT.has_bias), DTYPE)
+        td.mark(trace, "stores")
+        store_tile(y_ptr, y_desc, y, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, STORES)
+        td.mark(trace, "finishes")
         td.mark(trace, "ends")
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)

@@ -23,7 +23,7 @@ from tdkernels.ops.collectives.kernel_async_multinode import (
     send_shard,
     source_at,
 )
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
 from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 
@@ -135,7 +135,9 @@ def ag_gemm_nodes_kernel(
                 )
                 answer = td.fetch_work_item(ctx)
                 td.mark(trace, "stores")
-                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
+                acc = with_bias(acc, bias_ptr, col + tl.arange(0, BLOCK_N), N, PRODUCT.has_bias)
+                y = td.from_float32(acc, y_ptr.dtype.element_ty)
+                store_tile(y_ptr, None, y, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, 1)
             else:
                 answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
@@ -21,9 +22,11 @@ from tdkernels.symm.whole_call import whole_call
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from tdkernels.ops.common.tile_config import Tiles
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_WORDS = 4096
+_BARRIER_BYTES = 256  # of the pipeline, in shared memory
 
 
 def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
     return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
 
 
-def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
+def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config, num_nodes):
     """Return the kernel's arguments and constants.
 
     ``gathered`` describes the gathered rows: (first row as [1, K], planes, rows per plane, elements between planes).
@@ -40,14 +43,34 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     rows, k = x.shape
     n = weight.shape[0]
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    gathered_desc = None
+    constants |= {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half}
+    gathered_desc, y_descs = None, []
     if constants["PRODUCT"].use_tma:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+    if num_nodes == 1:
+        constants["STORES"] = stores = num_stores(tiles, x.dtype, gpu.shared_memory_bytes(x.device))
+        by_engine = constants["PRODUCT"].use_tma and n % 8 == 0
+        y_descs = [_output_descriptor(y, rows, n, tiles, stores) if by_engine else None]
     args = (
-        ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
+        ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y, *y_descs,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
     )
-    return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
+    return args, constants
+
+
+def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int) -> int:
+    """Return in how many column blocks a tile is stored, so that one fits in shared memory besides the stages."""
+    free = available - tiles.shared_memory_bytes(dtype) - _BARRIER_BYTES
+    stores = 1
+    while tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and tiles.block_n // stores > 32:
+        stores *= 2
+    return stores
+
+
+def _output_descriptor(y, rows, n, tiles, stores):
+    """Return the descriptor of y [W * rows, n] as [W, rows, n] for one of ``stores`` column blocks of a tile."""
+    shape = [max(y.shape[0] // max(rows, 1), 1), rows, n]
+    return TensorDescriptor(y, shape, [rows * n, n, 1], [1, tiles.block_m, tiles.block_n // stores])
 
 
 def compile(
@@ -65,7 +88,7 @@ def compile(
     y = x.new_empty(1, weight.shape[0])
     fixed_half = config.transport == "copy_engine"
     args, constants = _arguments(
-        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config
+        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config, num_nodes
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -144,12 +167,13 @@ def _prepare(workspace, x, weight, bias, config):
     plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     y = output_spec(x, ranks * rows, weight.shape[0])
-    num_comm = config.num_comm_sms
-    args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config)
-    topology = workspace.group.topology
+    num_comm, topology = config.num_comm_sms, workspace.group.topology
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config, topology.num_nodes
+    )
     pieces, turns = _count(x, weight, num_comm, topology, config)
     constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
-    grid = (min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype)),)
+    grid = (_programs(x, pieces, num_comm, topology, config),)
     fixed = workspace.ctx, gathered[0]
     return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
 
@@ -174,10 +198,11 @@ def _launch_with_gather(x, weight, bias, group, config, keep_gathered):
     all_rows = topology.world_size * gather.slot_rows
     gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
     args, constants = _arguments(
-        workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config
+        workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config,
+        topology.num_nodes,
     )
     pieces, turns = _count(x, weight, num_comm, topology, config)
-    programs = min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype))
+    programs = _programs(x, pieces, num_comm, topology, config)
     _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=recorder.buffer(x.device, pieces, turns))
     if not keep_gathered:
         gather.close()
@@ -190,8 +215,20 @@ def _num_chunks(rows, config):
 
 def _count(x, weight, num_comm, topology, config):
     """Return (number of work items, maximum number of trace events of an item that sends)."""
-    tiles, num_chunks = config.tiles, _num_chunks(x.shape[0], config)
+    tiles = config.tiles
+    comm, turns = _comm_pieces(num_comm, _num_chunks(x.shape[0], config), topology)
+    if topology.num_nodes == 1:
+        return comm + topology.world_size * tiles.count(x.shape[0], weight.shape[0]), turns
     tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weight.shape[0], tiles.block_n)
-    remote = (topology.world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    comm, turns = _comm_pieces(num_comm, num_chunks, topology)
+    remote = (topology.world_size - 1) * _num_chunks(x.shape[0], config) * config.chunk_tiles * tiles_n
     return comm + tiles_m * tiles_n + remote, turns
+
+
+def _programs(x, pieces, num_comm, topology, config):
+    """Return the number of programs of a launch with ``pieces`` work items."""
+    fit = gpu.resident_programs(x.device, config.tiles, x.dtype)
+    if topology.num_nodes > 1:
+        return min(pieces, fit)
+    # The fewest programs that compute the tiles in as many rounds as all that fit.
+    tiles = pieces - num_comm
+    return num_comm + cdiv(tiles, cdiv(tiles, max(fit - num_comm, 1)))

@@ -1,53 +1,97 @@
-"""Kernel of gemm_rs with transport "direct": partial tiles are sent from registers to their owner, without staging.
+"""Kernel of gemm_rs with transport "direct": each partial tile is stored at its owner when it is computed.
 
-The first half of the programs computes and sends the tiles of the other ranks, rank + 1 first. The second half computes
-this rank's own tiles and adds the peers' partials. Progress (invariant 1): only the second half waits, and only for
-programs of the first half on the peers, which have smaller ids.
+The first ``num_gemm`` programs only multiply. They compute the tiles of all ranks in bundles, one bundle per tile of a
+shard: the tile of rank + 1, of rank + 2, ..., and last of this rank. Each tile, rounded to the dtype of z, goes to a
+slot in its owner's memory. So partials arrive at every rank during the whole kernel, from all peers at the same rate.
+The other programs add the arrived partials of a tile in fp32 and in rank order. A few of them run from the start; the
+rest start on the SMs that run out of tiles.
 
-With TMA, a tile is sent from shared memory by the TMA engine of the SM while the program computes the next tile. Then
-the program waits until the tile has arrived and sets its signal. Without TMA, the program stores the tile at the peer.
+The programs that multiply never wait, so their loop can be flattened: while a program stores a tile, the loads of its
+next tile are in flight. With TMA, a tile is sent from shared memory by the TMA engine while the program computes the
+next tile. After that, the program waits until the tile has arrived and sets its signal.
 
-Tiles are sent in fragment layout (``common.gemm_tile.to_fragment_layout``), with the shape [BLOCK_M, BLOCK_N].
+Progress (invariant 1): only the programs that add wait, and only for programs that multiply, on any rank. These have
+smaller ids.
+
+Tiles are stored row by row, with the shape [BLOCK_M, BLOCK_N].
 """
 
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, to_fragment_layout
-from tdkernels.ops.common.rank_reduce import sum_of_tile
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
 
 
 @td.jit
-def _send(step, half, row, tile, descs, RANKS: tl.constexpr):
-    """Start the TMA store of a tile to rank + 1 + ``step``, at ``row`` of a half of its buffer."""
-    for peer in tl.static_range(RANKS - 1):
-        if step == peer:
-            descs[peer].store([half, row, 0], tile)
+def _tile_of(piece, me, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
+    """Return (step, tile, tile row, tile column) of a work item of the GEMM. The owner is rank + 1 + step."""
+    tile = piece // RANKS
+    # A bundle has RANKS tile rows, so a group has ``group_m`` tile rows in all.
+    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
+    return piece % RANKS, tile, pid_m, pid_n
+
+
+@td.jit
+def _descriptor_of(step, descs, RANKS: tl.constexpr):
+    """Return descriptor number ``step``. The compiler turns the branches into selections of an address."""
+    found = descs[0]
+    for other in tl.static_range(1, RANKS):
+        if step == other:
+            found = descs[other]
+    return found
 
 
 @td.jit
 def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr):
-    """Wait until the tile of work item ``piece`` has arrived at its owner, and set its signal there."""
+    """Wait until the tile of work item ``piece`` is in its owner's memory, and set its signal there."""
     if BY_ENGINE:
         td.await_tma_stores()
-    owner = (me + 1 + piece // tiles) % RANKS
-    # waiter: the owner's program for the same tile
-    td.notify(ctx, td.signal_at(ctx, half, me * tiles + piece % tiles), owner, signal)
+    # waiter: the owner's program that adds the partials of this tile
+    word = td.signal_at(ctx, half, me * tiles + piece // RANKS)
+    td.notify(ctx, word, (me + 1 + piece % RANKS) % RANKS, signal)
+
+
+@td.jit
+def _add_partials(
+    parts, part_bytes, z_ptr, bias_ptr, row, col, first, end, M_shard, N,
+    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):
+    """Add the partials of all ranks in rank order for the elements ``first`` to ``end`` of a tile, and store them in z.
+
+    The partial of rank r is at ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of the next
+    slices are in flight meanwhile.
+    """
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    ROWS: tl.constexpr = SLICE // BLOCK_N
+    offs_n = col + tl.arange(0, BLOCK_N)
+    for start in tl.range(first, end, SLICE, num_stages=4):
+        total = tl.full((SLICE,), 0.0, tl.float32)
+        for source in tl.static_range(0, RANKS):
+            pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
+            total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
+        z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
+        offs_m = row + start // BLOCK_N + tl.arange(0, ROWS)
+        mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
+        tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
 
 
 # Compiled once per tile, for all shapes and plans. This makes tuning cheap.
-@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m"])
+@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m", "num_gemm", "whole"])
 def gemm_rs_direct_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, z_desc,
-    desc1, desc2, desc3, desc4, desc5, desc6, desc7,
-    M_shard, N, K, stride_w, plan, group_m, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr,
+    desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
+    M_shard, N, K, stride_w, plan, group_m, num_gemm, whole,
+    SLICE: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T.
 
     The data of a half is [ranks, tiles, BLOCK_M, BLOCK_N]. Signal number ``source * tiles + tile`` is set when the
-    partial of ``source`` is stored there. ``desc1``, ``desc2``, ... are descriptors of the buffers of rank + 1,
-    rank + 2, ..., [halves, rows, BLOCK_N].
+    partial of ``source`` is stored there. ``desc1``, ``desc2``, ... are descriptors of the data of rank + 1, rank + 2,
+    ..., [halves, rows, BLOCK_N]; number W is this rank's.
+
+    The work items of the programs that add are the first ``whole`` tiles, then the other tiles in SPLIT parts each: at
+    the end, when all SMs add, there are too few tiles for them.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -62,62 +106,66 @@ def gemm_rs_direct_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n
-    sent = tiles * (RANKS - 1)
-    programs = tl.num_programs(0) // 2
-    sends = tl.program_id(0) < programs
-    first = tl.where(sends, tl.program_id(0), sent + tl.program_id(0) - programs)
-    last = tl.where(sends, sent, sent + tiles)
-    # A void launch has no work items: a peer may still read the data of an earlier launch.
-    last = tl.where(td.is_void_for_all(signal), first, last)
 
-    for piece in tl.range(first, last, programs):
-        trace = (trace_ptr, piece)
-        td.mark(trace, "starts")
-        step = piece // tiles
-        owner = (me + 1 + step) % RANKS
-        pid_m, pid_n = swizzle(piece % tiles, tiles_m, tiles_n, group_m)
-        row = pid_m * BLOCK_M
-        col = pid_n * BLOCK_N
-        td.mark(trace, "multiplies", owner)
-        acc = gemm_tile(
-            tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, RANKS * M_shard,
-            w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
-        )
-        if owner != me:
-            td.mark(trace, "pushes", owner)
-            slot = me * tiles + piece % tiles
-            partial = to_fragment_layout(td.from_float32(acc, DTYPE), BLOCK_M, BLOCK_N)
+    first = tl.program_id(0)
+    if first < num_gemm:
+        # A void launch has no work items: a peer may still read the data of an earlier launch.
+        last = tl.where(td.is_void_for_all(signal), first, tiles * RANKS)
+        for piece in tl.range(first, last, num_gemm, flatten=True):
+            trace = (trace_ptr, piece)
+            td.mark(trace, "starts")
+            step, tile, pid_m, pid_n = _tile_of(piece, me, tiles_m, tiles_n, group_m, RANKS)
+            owner = (me + 1 + step) % RANKS
+            td.mark(trace, "multiplies", owner)
+            acc = gemm_tile(
+                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + pid_m * BLOCK_M,
+                RANKS * M_shard, w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
+            )
+            partial = td.from_float32(acc, DTYPE)
+            if owner == me:
+                td.mark(trace, "stores")
+            else:
+                td.mark(trace, "pushes", owner)
+            slot = me * tiles + tile
             if BY_ENGINE:
-                if piece != first:
-                    _announce(ctx, piece - programs, tiles, half, signal, me, RANKS, True)
-                _send(
-                    step, half, slot * BLOCK_M, partial.reshape(1, BLOCK_M, BLOCK_N),
-                    (desc1, desc2, desc3, desc4, desc5, desc6, desc7), RANKS,
-                )
+                # A branch around the announcement would prevent flattening. Signal 0 sets nothing.
+                value = tl.where(piece == first, 0, signal)
+                _announce(ctx, tl.maximum(piece - num_gemm, 0), tiles, half, value, me, RANKS, True)
+                desc = _descriptor_of(step, (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8), RANKS)
+                desc.store([half, slot * BLOCK_M, 0], partial.reshape(1, BLOCK_M, BLOCK_N))
             else:
                 dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * PRODUCT.elem_bytes)
-                tl.store(td.pointer_to(dst, DTYPE) + tl.arange(0, TILE), partial)
+                offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(td.pointer_to(dst, DTYPE) + offs, partial)
                 _announce(ctx, piece, tiles, half, signal, me, RANKS, False)
-        else:
-            tile = piece % tiles
+            td.mark(trace, "finishes")
+            td.mark(trace, "ends")
+        if BY_ENGINE:
+            if first < last:
+                final = first + (last - 1 - first) // num_gemm * num_gemm
+                _announce(ctx, final, tiles, half, signal, me, RANKS, True)
+    else:
+        items = whole + (tiles - whole) * SPLIT
+        item = td.await_work_item(td.take_first_ticket(ctx, signal))
+        while item < items:
+            answer = td.fetch_work_item(ctx)
+            trace = (trace_ptr, tiles * RANKS + item)
+            td.mark(trace, "starts")
+            part = tl.maximum(item - whole, 0)
+            tile = tl.minimum(item, whole) + part // SPLIT
+            begin = tl.where(item < whole, 0, part % SPLIT * (TILE // SPLIT))
+            end = tl.where(item < whole, TILE, begin + TILE // SPLIT)
+            _, _, pid_m, pid_n = _tile_of(tile * RANKS, me, tiles_m, tiles_n, group_m, RANKS)
             td.mark(trace, "waits", ALL_PEERS)
-            # producer: the program for the same tile on every peer
-            td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
-            td.mark(trace, "sums")
-            z = sum_of_tile(
-                acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
-                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), bias_ptr, col, N, me,
-                DTYPE, RANKS, BLOCK_M, BLOCK_N, PRODUCT.has_bias,
+            # producer: the program that computed the tile, on every rank
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal, WITH_OWN=True)
+            td.mark(trace, "sums", ALL_PEERS)
+            _add_partials(
+                td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
+                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), z_ptr, bias_ptr,
+                pid_m * BLOCK_M, pid_n * BLOCK_N, begin, end, M_shard, N, SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
             )
-            if z_desc is not None:
-                z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # 3-D as in _send: one shared-memory buffer
-            else:
-                store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
-        td.mark(trace, "finishes")
-        td.mark(trace, "ends")
-    if BY_ENGINE:
-        if sends & (first < last):
-            _announce(
-                ctx, first + (last - 1 - first) // programs * programs, tiles, half, signal, me, RANKS, True
-            )
+            td.mark(trace, "finishes")
+            item = td.await_work_item(answer)
+            td.mark(trace, "ends")
     td.finish(ctx)

@@ -1,0 +1,171 @@
+"""Solo mode: one GPU acts as one of W ranks, to measure the dense kernels for W ranks without the others.
+
+`python -m tdkernels bench ag_gemm gemm_rs --solo 8 [--link 390]`. Rows are written to DIR/<gpu>x1/solo.jsonl, apart
+from those of real runs: no byte crosses a link. Times are of calls in CUDA graphs: the model of the link is a further
+kernel, and in eager mode its launch would take as long as the call.
+"""
+
+import datetime
+import json
+import re
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import tdkernels
+from bench.core import graphs, harness
+from bench.core.measure import input_sets, overridden
+from bench.dense.operators import DTYPE
+from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.tunable import tunable
+from tdkernels.launch import RankError, RankPool, rank_device
+from tdkernels.solo import OPERATORS, solo_group
+
+FLOOR_GBPS = 390.0  # of the wire in a row without a link: the most that a pair of H200 reached in each direction
+_BEST = 3  # configs of each kind that are timed, by the cost model
+
+
+def main(cases, ranks, link_gbps, plan, keep, common):
+    """Measure cases in a process that acts as one of ``ranks`` ranks; return (rows, failures).
+
+    Args:
+        cases: list of Case.
+        ranks: number of ranks, W.
+        link_gbps: GB/s at which this rank receives, or None for a link that is infinitely fast.
+        plan: a measure.Plan.
+        keep: function of the rows of a case, or None.
+        common: fields of all rows.
+    """
+    found, failures = [], []
+    with RankPool(1, "cuda" if torch.cuda.is_available() else "cpu", timeout_s=300.0) as pool:
+        machine = pool.run(harness.machine)[0]
+        pool.run(_begin, ranks, link_gbps)
+        for case in cases:
+            try:
+                measured = pool.run(measure, case, plan)[0]
+            except RankError as err:
+                failures.append(f"{case}: {err}")
+                print(failures[-1], file=sys.stderr, flush=True)
+                if not pool.usable:
+                    break
+                continue
+            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            new = [{**row, **machine, **common, "date": date} for row in rows(case, measured, link_gbps)]
+            found += new
+            if keep is not None:
+                keep(new)
+            print(f"{case}: {_summary(new)}", flush=True)
+    return found, failures
+
+
+def _begin(ranks, link_gbps):
+    """Leave the group of the pool, and act as one of ``ranks`` ranks. Runs on the pool's only rank."""
+    dist.destroy_process_group()
+    solo_group(ranks, link_gbps and link_gbps * 1e9)
+
+
+def why_not(operators, others, ranks, gbps):
+    """Return the reason why the options make no sense, or None. ``others``: operators that are not dense."""
+    unsupported = [name for name in (*operators, *others) if name not in OPERATORS]
+    if unsupported:
+        return f"--solo supports {', '.join(OPERATORS)}, not {', '.join(unsupported)}"
+    if ranks < 2:
+        return f"--solo must be at least 2 ranks, not {ranks}"
+    if gbps is not None and not gbps > 0:
+        return f"--link must be more than 0 GB/s, not {gbps:g}"
+    return None
+
+
+@harness.measurement
+def measure(case, plan):
+    """Check and time the GEMM alone and the configs of a case. Return [(method, times or absence, config)]."""
+    sets = input_sets(case)
+    references = [_reference(case, inputs) for inputs in sets[:2]]
+    configs, absent = {}, {}
+    if not case.backward:
+        default = tunable(case.operator).default(case.problem(rank_device()), rank_device())
+        configs, absent = overridden(default, plan.overrides) if plan.overrides else (_configs(case), {})
+    calls = {"gemm": case.direction.gemm, "tdkernels": case.direction.ours(case, None)}
+    calls |= {name: case.direction.ours(case, config) for name, config in configs.items()}
+    for name in [name for name in calls if name != "gemm"]:
+        if reason := harness.failure_reason(calls[name], sets[0]) or harness.mismatch_reason(calls[name], references):
+            absent[name] = reason
+            del calls[name]
+    if "tdkernels" in absent:
+        raise RuntimeError(absent["tdkernels"])
+    if rank_device().type == "cuda":
+        calls, not_captured = graphs.capture_all(calls, sets, references, unchecked=("gemm",))
+        absent |= not_captured
+    if not case.backward:
+        configs["tdkernels"] = tdkernels.explain(case.operator, sets[0].x, sets[0].weight).config
+    times = harness.time_methods(calls, sets, plan.rounds, plan.burst_ms)
+    tdkernels.synchronize()
+    found = [(name, measured, configs.get(name)) for name, measured in times.items()]
+    return found + [(name, {"absent": reason}, configs.get(name)) for name, reason in absent.items()]
+
+
+def _configs(case):
+    """Return {name: config}: of each kind, the best by the cost model."""
+    device = rank_device()
+    tuned, problem = tunable(case.operator), case.problem(device)
+    rates = hardware(device, DTYPE)
+    kinds = {}
+    for config in sorted(tuned.space(problem, device), key=lambda config: tuned.estimate_ms(config, problem, rates)):
+        kind = config.method if config.method == "parts" else config.transport
+        if config.method != "torch" and tuned.illegal(config, problem, device) is None:
+            kinds.setdefault(kind, []).append(config)
+    return {f"{kind} {i}": config for kind, found in kinds.items() for i, config in enumerate(found[:_BEST], 1)}
+
+
+def _reference(case, inputs):
+    """Return (inputs, fp32 results, errors of the same in the dtype of the inputs) of the mirrored run.
+
+    The peers are mirror images of this rank: they gather its shard, and send it the partial sums that it sends them.
+    """
+    names = [name for name in ("x", "weight", "dy", "full") if hasattr(inputs, name)]
+    exact = _mirrored(case, type(inputs)(**{name: getattr(inputs, name).float() for name in names}))
+    return inputs, exact, harness.errors(_mirrored(case, inputs), exact)
+
+
+def _mirrored(case, s):
+    def scattered(partial):
+        return partial.unflatten(0, (case.ranks, -1)).float().sum(0).to(partial.dtype)
+
+    if case.operator == "ag_gemm":
+        return (scattered(s.dy @ s.weight), s.dy.t() @ s.full) if case.backward else F.linear(s.full, s.weight)
+    return (s.full @ s.weight, s.full.t() @ s.x) if case.backward else scattered(F.linear(s.x, s.weight))
+
+
+# ---- rows ----
+
+
+def rows(case, found, link_gbps):
+    """Return one row per method."""
+    gemm_ms = next(times["ms"] for name, times, _ in found if name == "gemm")
+    wire_ms = case.wire_bytes / (link_gbps or FLOOR_GBPS) / 1e6
+    table = []
+    for name, times, config in found:
+        ms = times.get("ms")
+        table.append({
+            "what": "solo", "op": case.operator, "pass": "backward" if case.backward else "forward",
+            "shape": str(case.shape), "name": case.shape.name, "m": case.shape.m, "n": case.shape.n, "k": case.shape.k,
+            "dtype": str(DTYPE).removeprefix("torch."), "ranks": case.ranks, "link_gbps": link_gbps,
+            "method": name, "graph": True, "absent": times.get("absent"),
+            "ms": ms, "burst": times.get("burst"), "gemm_ms": gemm_ms, "wire_ms": wire_ms,
+            "over_floor": ms / max(gemm_ms, wire_ms) if ms is not None else None,
+            "config": None if config is None else json.loads(json.dumps(vars(config), default=vars)),
+        })
+    return table
+
+
+def _summary(table):
+    """Return the times in one line: the GEMM alone, the selected config, and the fastest of each kind."""
+    best = {}
+    for row in table:
+        kind = re.sub(r" \d+$", "", row["method"])
+        if row["ms"] is not None and (kind not in best or row["ms"] < best[kind]["ms"]):
+            best[kind] = row
+    parts = [f"{kind} {row['ms']:.4f} ({row['over_floor']:.2f})" for kind, row in best.items()]
+    return f"{', '.join(parts)} ms (× floor); wire {table[0]['wire_ms']:.4f}"

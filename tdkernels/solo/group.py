@@ -1,0 +1,56 @@
+"""The group of solo mode: its peers do not exist and agree with everything."""
+
+import torch.distributed as dist
+
+from tdkernels.solo.workspace import SoloWorkspace
+from tdkernels.symm.group import GroupState, states
+from tdkernels.symm.topology import Topology
+
+OPERATORS = "ag_gemm", "gemm_rs"  # whose workspaces are supported
+
+
+class SoloState(GroupState):
+    """GroupState of rank 0 of W ranks in solo mode.
+
+    Attributes:
+        link_rate: Bytes per second at which data arrives; None: at once.
+    """
+
+    workspace_class = SoloWorkspace
+    has_link = False
+
+    def __init__(self, group, prefix="tdkernels"):
+        super().__init__(group, prefix)
+        self._topology = Topology(self.rank, self.world_size, self.world_size)
+
+    def exchange(self, operator: str, text: str) -> list[str]:
+        return [text] * self.world_size
+
+
+def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessGroup:
+    """Return a group of ``world_size`` ranks in solo mode. It becomes the default group of this process.
+
+    torch's collectives do not communicate in this group, and their results are meaningless.
+
+    Args:
+        world_size: The number of ranks, W.
+        link_rate: Bytes per second at which this rank receives; None: data arrives at once.
+
+    Raises:
+        ValueError: If ``world_size`` is less than 2, or ``link_rate`` is not positive.
+        RuntimeError: If the process has a default group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    if world_size < 2:
+        raise ValueError(f"world_size must be at least 2, not {world_size}")
+    if link_rate is not None and not link_rate > 0:
+        raise ValueError(f"link_rate must be positive, not {link_rate}")
+    if dist.is_initialized():
+        raise RuntimeError("solo mode needs a process of its own, without torch.distributed.init_process_group")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    states[group] = state = SoloState(group)
+    state.link_rate = link_rate
+    return group

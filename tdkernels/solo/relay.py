@@ -1,0 +1,117 @@
+"""Relay of signals in solo mode: a kernel that runs concurrently with a launch and delivers its signals to itself."""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.context import CTX_BASES, PLAN_BITS
+from tdkernels.runtime.triton_launcher import BoundLaunch
+
+_BLOCK = 512  # words that are inspected at a time
+# Scans of 2 µs or more, in case that the launch fails.
+_LIMIT = 1_000_000
+
+
+@td.jit(do_not_specialize=["limit"])
+def gate_kernel(calls_ptr, limit):
+    """Wait until the relay of the next call runs. Otherwise programs that wait for it might leave no room for it."""
+    begun_ptr = calls_ptr + 1
+    call = tl.load(calls_ptr) + 1
+    scans = tl.full((), 0, tl.int32)
+    # producer: relay_kernel
+    while (td.load_acquire(begun_ptr) < call) & (scans < limit):
+        scans += 1
+
+
+@td.jit(do_not_specialize=["per_source", "picoseconds", "limit"])
+def relay_kernel(
+    ctx, calls_ptr, per_source, picoseconds, limit,
+    RANKS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Deliver the signals that rank 0 sets at its peers in one call to itself, as the signals of its mirror images.
+
+    Signal i of source 0 at peer q is delivered as signal i of source RANKS - q. Each of them takes ``picoseconds`` of
+    the link, and the link transfers one at a time. The kernel ends when it has delivered all, if the rank has failed,
+    or after ``limit`` scans. Then it counts the call in the word at ``calls_ptr``: the epoch may already have been
+    advanced by the call when this kernel begins. The next word holds the number of the call that has a relay.
+    """
+    PEERS: tl.constexpr = RANKS - 1
+    epoch = tl.load(calls_ptr) + 1
+    td.store_release(calls_ptr + 1, epoch)  # waiter: gate_kernel
+    half = epoch % HALVES
+    total = per_source * PEERS
+    free = td.clock_ns() * 1000  # when the link is free
+    left = total
+    scans = total * 0
+    # The condition is the same in all threads, as the barriers in the loop need.
+    while (left > 0) & (scans < limit) & (td.failed_for_all(ctx) == 0):
+        scans += 1
+        late = total * 0  # signals that have been set and not delivered
+        for first in range(0, total, BLOCK):
+            lanes = first + tl.arange(0, BLOCK)
+            index = lanes // PEERS
+            peer = 1 + lanes % PEERS
+            word = td.signal_at(ctx, half, 0).to(tl.int64) + 8 * index.to(tl.int64)
+            there = tl.load(ctx + CTX_BASES + peer) - td.symm_base(ctx, 0)
+            sent_ptrs = (word + there).to(tl.pointer_type(tl.int64))
+            own_ptrs = (word + 8 * ((RANKS - peer) * per_source).to(tl.int64)).to(tl.pointer_type(tl.int64))
+            valid = lanes < total
+            sent = td.load_acquire(tl.where(valid, sent_ptrs, word.to(tl.pointer_type(tl.int64))))
+            own = tl.load(own_ptrs, mask=valid, other=0, volatile=True)
+            new = (valid & (sent > own) & (sent >> PLAN_BITS == epoch)).to(tl.int32)
+            now = td.clock_ns() * 1000
+            place = td.running_sum(new)
+            arrived = (new > 0) & (free + place.to(tl.int64) * picoseconds <= now)
+            td.store_release_each(own_ptrs, sent, arrived)
+            count = td.sum_of(arrived.to(tl.int32), 0)
+            free += count.to(tl.int64) * picoseconds
+            left -= count
+            late += td.sum_of(new, 0) - count
+        if late == 0:
+            free = tl.maximum(free, td.clock_ns() * 1000)
+    tl.store(calls_ptr, epoch)
+
+
+class Relay:
+    """Relay for the launches of one plan, on a GPU.
+
+    Attributes:
+        is_ready: Whether launches can use it. Set by the workspace.
+
+    Args:
+        ctx: The context table of the plan.
+        calls: int64 [2] on the device: the number of calls of the workspace, and of the last call that has a relay.
+        ranks: Number of ranks.
+        per_source: Signals that a rank sets at each peer.
+        halves: Halves of the workspace.
+        slot_bytes: Bytes that these signals announce.
+        link_rate: Bytes per second; None: no limit.
+    """
+
+    def __init__(
+        self, ctx: torch.Tensor, calls: torch.Tensor, ranks: int, per_source: int, halves: int, slot_bytes: int,
+        link_rate: float | None,
+    ) -> None:
+        self.is_ready = False
+        picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
+        constants = {"RANKS": ranks, "HALVES": halves, "BLOCK": _BLOCK, "num_warps": 2}
+        numbers = per_source, picoseconds
+        if ctx.device.type == "cuda":
+            self._stream = torch.cuda.Stream(ctx.device)
+            self._numbers = *numbers, _LIMIT
+            self._launch = BoundLaunch((1, 1, 1), (ctx, calls, *self._numbers), range(2, 5), constants)
+            self._gate = BoundLaunch((1, 1, 1), (calls, _LIMIT), (1,), {"num_warps": 1})
+            # Load the kernels: without scans.
+            relay_kernel[(1,)](ctx, calls.clone(), *numbers, 0, **constants)
+            gate_kernel[(1,)](calls, 0, num_warps=1)
+
+    def start(self) -> None:
+        """Launch the relay concurrently with what the caller launches next on the current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            relay_kernel.launch_bound(self._launch, self._numbers)
+        gate_kernel.launch_bound(self._gate, (_LIMIT,))
+
+    def join(self) -> None:
+        """Make the current stream wait for the relay."""
+        torch.cuda.current_stream().wait_stream(self._stream)

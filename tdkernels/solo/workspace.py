@@ -1,0 +1,121 @@
+"""The workspace of solo mode: one local buffer that also serves as the memory of all peers."""
+
+from collections.abc import Mapping
+
+import torch
+
+from tdkernels.lang import context as words
+from tdkernels.solo.relay import Relay
+from tdkernels.symm.buffer import SymmetricBuffer
+from tdkernels.symm.workspace import Workspace, words_bytes
+
+# Workspaces whose data and signals consist of W equal slots.
+NAMES = "ag_gemm", "ag_gemm one shot", "gemm_rs", "gather", "scatter"
+
+_ARRIVED = 1 << 60  # above every signal
+
+
+class SoloBuffer(SymmetricBuffer):
+    """A buffer of ``nbytes`` bytes for each rank, rank q's ``(W - q) * shift`` bytes after this rank's.
+
+    Args:
+        memory: uint8, [nbytes + (W - 1) * shift].
+    """
+
+    def __init__(self, state, memory, nbytes, shift):
+        super().__init__(state, nbytes, memory.device)
+        self._memory, self._shift = memory, shift
+
+    def _begin(self, peer):
+        return (self.world_size - peer) % self.world_size * self._shift
+
+    @property
+    def addresses(self) -> list[int]:
+        return [self._memory.data_ptr() + self._begin(peer) for peer in range(self.world_size)]
+
+    def tensor(self, peer: int) -> torch.Tensor:
+        begin = self._begin(peer)
+        return self._memory[begin : begin + self.nbytes]
+
+    def close(self) -> None:
+        self._memory = None
+
+
+class SoloWorkspace(Workspace):
+    """Workspace whose peers are mirror images of this rank.
+
+    Memory: this rank's words, then a gap with the words of the peers, then the data. The shift is the size of a slot,
+    which differs between plans. So every plan has its own context table, buffer and cached launches; ``prepare``
+    selects them. To a caller, a change of plan looks as if the buffer had been replaced.
+    """
+
+    def __init__(self, state, device, name, halves=2, across_nodes=False):
+        if name not in NAMES:
+            raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(NAMES)}")
+        super().__init__(state, device, name, halves, across_nodes)
+
+    def _make_buffer(self, half_bytes, half_signals):
+        own = words_bytes(half_signals)
+        # The words of the peers are between own and own + half_bytes. The end takes stores to the slots of other peers.
+        data_offset = 2 * own + half_bytes
+        nbytes = data_offset + self.halves * half_bytes
+        memory = torch.zeros(nbytes + half_bytes, dtype=torch.uint8, device=self.device)
+        # Random, because the power consumption of a GEMM, and with it the clock rate, depends on its operands.
+        values = memory[data_offset : nbytes].view(torch.bfloat16)
+        values.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        self._memory, self._nbytes, self._views = memory, nbytes, {}
+        self._calls = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._words(memory, 0, words.MAX_RANKS.value).fill_(_ARRIVED)  # ready words: all peers reach every barrier
+        return SoloBuffer(self.group, memory, nbytes, own), data_offset
+
+    def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
+        plan = super().prepare(operator, fields, half_bytes, half_signals, num_flags)
+        if plan not in self._views:
+            self._views[plan] = self._view(operator, half_bytes, half_signals)
+        self.buffer, self.ctx, self.launches, self._relay = self._views[plan]
+        return plan
+
+    def _view(self, operator, half_bytes, half_signals):
+        """Return (buffer, context table, cached launches, relay) of a plan."""
+        ranks = self.world_size
+        shift, smallest = half_bytes // ranks, words_bytes(self.half_signals)
+        if half_bytes % ranks or half_signals % ranks or shift % 16 or shift < smallest:
+            raise ValueError(
+                f"{operator}: solo mode needs {ranks} equal slots of at least {smallest} bytes, not {half_bytes} bytes "
+                f"and {half_signals} signals"
+            )
+        buffer = SoloBuffer(self.group, self._memory, self._nbytes, shift)
+        ctx = self.ctx.clone()
+        ctx[words.CTX_BASES.value :][:ranks] = torch.tensor(buffer.addresses, device=ctx.device)
+        self._forget_launches()
+        relay = Relay(
+            ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate
+        )
+        return buffer, ctx, self.launches, relay
+
+    def before_launch(self) -> torch.cuda.Stream | None:
+        stream = super().before_launch()
+        if self._relay.is_ready:
+            self._relay.start()
+        else:  # the peers' signals have arrived before the kernel runs
+            self._signals().fill_(_ARRIVED)
+        return stream
+
+    def after_launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        if self._relay.is_ready:
+            self._relay.join()
+        else:
+            self._signals().zero_()
+            self._calls[0].copy_(self.state[words.STATE_EPOCH.value])
+        super().after_launch(stream)
+        if not self._on_cpu:
+            # Loading a kernel waits for running kernels, and a relay would wait for the loaded one. So the first call
+            # of a plan, which loads all its kernels, runs without a relay.
+            self._relay.is_ready = True
+
+    def _signals(self):
+        return self._words(self._memory, words.SIGNALS_BEGIN.value, 2 * self.half_signals)
+
+    @staticmethod
+    def _words(memory, first, count):
+        return memory[8 * first : 8 * (first + count)].view(torch.int64)
