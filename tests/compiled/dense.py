@@ -55,7 +55,7 @@ def compile_gemm(
             constants["STORES"] = stores = num_stores(tiles, dtype, SHARED_MEMORY[arch])
             block = [1, tiles.block_m, tiles.block_n // stores]
             args.append(descriptor(dtype, (1, 512, 512), block) if tma and n % 8 == 0 else None)
-        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
+        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8, *((16, 2) if kernel is ag_gemm_kernel else ())]
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]

@@ -28,8 +28,8 @@ class AgGemmConfig:
         tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
         transport: "push" sends shards by programs, "copy_engine" by the copy engine. "one_shot" sends them by programs
             and starts the GEMM when all shards have arrived, for small M. On several nodes it is always "push".
-        num_comm_sms: Number of programs that push concurrently. They compute tiles afterwards, like the others. Not
-            used by "copy_engine".
+        num_comm_sms: Number of programs that push concurrently. When they have finished, other programs compute tiles
+            on their SMs. Not used by "copy_engine".
         chunk_tiles: Number of tile rows per chunk, which is sent with one signal. Not used by "one_shot".
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
         pieces: Number of chunks in which a shard is sent and multiplied. The only other field that method "parts" uses.

@@ -5,10 +5,12 @@ in this rank's memory. The waiters are the tiles with rows of the chunk.
 
 The programs that multiply have a fixed share of the tiles, and one flattened loop over all of them: while a program
 stores a tile, the loads of its next tile are in flight. A wait is part of this loop. So the loop has a single main loop
-per tile, which reads this rank's rows from x and those of the peers from the buffer.
+per tile, which reads this rank's rows from x and those of the peers from the buffer. In a round, each of these programs
+computes one tile. ``num_late`` of them take part from round ``first_late`` on: they start on the SMs of the programs
+that push, when these have finished.
 
 Progress (invariant 1): only the programs that multiply wait, and only for programs that push, on any rank. These have
-smaller ids.
+smaller ids. So a program that pushes does not multiply afterwards.
 """
 
 import triton.language as tl
@@ -43,6 +45,16 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
 
 
 @td.jit
+def _rounds(place, tiles, on_time, num_late, first_late):
+    """Return (first, last + 1) of the rounds in which a program computes a tile; ``place``: its number in a round."""
+    tiles_late = tl.maximum(tiles - first_late * on_time, 0)
+    programs = on_time + num_late
+    early = tl.minimum(tl.maximum(tiles - place + on_time - 1, 0) // on_time, first_late)
+    late = tl.maximum(tiles_late - place + programs - 1, 0) // programs
+    return tl.where(place < on_time, 0, first_late), tl.where(place < on_time, early, first_late) + late
+
+
+@td.jit
 def _selected(own, gathered, is_own):
     """Return a pointer or descriptor. The compiler turns the branch into a selection."""
     found = gathered
@@ -53,16 +65,18 @@ def _selected(own, gathered, is_own):
 
 # Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
 @td.jit(do_not_specialize=[
-    "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
+    "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m", "num_late",
+    "first_late",
 ])
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, y_desc,
-    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
+    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
 
-    Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival.
+    Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival;
+    the last num_late of them begin in round first_late.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
@@ -99,9 +113,12 @@ def ag_gemm_kernel(
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
-    first = tl.where(program < num_comm, ranks * tiles_m * tiles_n, program - num_comm)
-    last = tl.where(is_void, first, ranks * tiles_m * tiles_n)
-    for tile in tl.range(first, last, tl.num_programs(0) - num_comm, flatten=True):
+    on_time = tl.num_programs(0) - num_comm - num_late
+    place = program - num_comm
+    first, last = _rounds(place, ranks * tiles_m * tiles_n, on_time, num_late, first_late)
+    last = tl.where(is_void | (place < 0), first, last)
+    for number in tl.range(first, last, flatten=True):
+        tile = number * on_time + tl.maximum(number - first_late, 0) * num_late + place
         trace = (trace_ptr, num_comm + tile)
         td.mark(trace, "starts")
         source, pid_m, pid_n = _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)

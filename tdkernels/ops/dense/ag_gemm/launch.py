@@ -1,15 +1,18 @@
 """Launch the kernels of ag_gemm, or compile them ahead of time."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
+from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
@@ -34,10 +37,11 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
     return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
 
 
-def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config, num_nodes):
+def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config, num_nodes, late):
     """Return the kernel's arguments and constants.
 
     ``gathered`` describes the gathered rows: (first row as [1, K], planes, rows per plane, elements between planes).
+    ``late``: the arguments num_late and first_late, on one node.
     """
     tiles = config.tiles
     rows, k = x.shape
@@ -54,6 +58,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     args = (
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y, *y_descs,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
+        *(late if num_nodes == 1 else ()),
     )
     return args, constants
 
@@ -88,7 +93,7 @@ def compile(
     y = x.new_empty(1, weight.shape[0])
     fixed_half = config.transport == "copy_engine"
     args, constants = _arguments(
-        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config, num_nodes
+        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config, num_nodes, (0, 0)
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -168,12 +173,13 @@ def _prepare(workspace, x, weight, bias, config):
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     y = output_spec(x, ranks * rows, weight.shape[0])
     num_comm, topology = config.num_comm_sms, workspace.group.topology
-    args, constants = _arguments(
-        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config, topology.num_nodes
-    )
     pieces, turns = _count(x, weight, num_comm, topology, config)
+    programs, late = _programs(x, weight, pieces, num_comm, topology, config)
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config, topology.num_nodes, late
+    )
     constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
-    grid = (_programs(x, pieces, num_comm, topology, config),)
+    grid = (programs,)
     fixed = workspace.ctx, gathered[0]
     return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
 
@@ -197,12 +203,12 @@ def _launch_with_gather(x, weight, bias, group, config, keep_gathered):
         num_comm = 0
     all_rows = topology.world_size * gather.slot_rows
     gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
+    pieces, turns = _count(x, weight, num_comm, topology, config)
+    programs, late = _programs(x, weight, pieces, num_comm, topology, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config,
-        topology.num_nodes,
+        topology.num_nodes, late,
     )
-    pieces, turns = _count(x, weight, num_comm, topology, config)
-    programs = _programs(x, pieces, num_comm, topology, config)
     _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=recorder.buffer(x.device, pieces, turns))
     if not keep_gathered:
         gather.close()
@@ -224,11 +230,22 @@ def _count(x, weight, num_comm, topology, config):
     return comm + tiles_m * tiles_n + remote, turns
 
 
-def _programs(x, pieces, num_comm, topology, config):
-    """Return the number of programs of a launch with ``pieces`` work items."""
+def _programs(x, weight, pieces, num_comm, topology, config):
+    """Return (number of programs of a launch with ``pieces`` work items, (num_late, first_late) of the kernel)."""
     fit = gpu.resident_programs(x.device, config.tiles, x.dtype)
     if topology.num_nodes > 1:
-        return min(pieces, fit)
-    # The fewest programs that compute the tiles in as many rounds as all that fit.
-    tiles = pieces - num_comm
-    return num_comm + cdiv(tiles, cdiv(tiles, max(fit - num_comm, 1)))
+        return min(pieces, fit), None
+    tiles, on_time = pieces - num_comm, max(fit - num_comm, 1)
+    first_late = _rounds_of_push(x, weight, num_comm, topology.world_size, config) if num_comm else 0
+    if not num_comm or first_late * on_time >= tiles:
+        return num_comm + min(on_time, tiles), (0, 0)
+    return num_comm + on_time + num_comm, (num_comm, first_late)
+
+
+def _rounds_of_push(x, weight, num_comm, world_size, config):
+    """Return in how many rounds of tiles the programs that push finish, by the cost model."""
+    rates = hardware(x.device, x.dtype)
+    rows, k = x.shape
+    pushed = (world_size - 1) * rows * k * x.element_size() / push_rate(num_comm, rates)
+    _, tile = product_s(world_size * rows, weight.shape[0], k, x.dtype, config.tiles, rates.num_sms, rates)
+    return cdiv(max(math.ceil(1e9 * pushed), 1), max(math.ceil(1e9 * tile), 1))
