@@ -13,7 +13,7 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 # Values of "what" in rows that are not measurements of dense operators.
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", *_SEQUENCE_PARALLEL,
+    "tests", "solo", *_SEQUENCE_PARALLEL,
 )
 
 
@@ -150,6 +150,11 @@ def read_chosen(folder):
 def read_tests(folder):
     """Read the rows of test runs on GPUs."""
     return _read_kind(folder, "tests")
+
+
+def read_solo(folder):
+    """Return the rows of solo mode."""
+    return _read_kind(folder, "solo")
 
 
 def read_sequences(folder):

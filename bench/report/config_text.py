@@ -5,7 +5,11 @@ from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 _FORMATS = {"num_comm_sms": "{} comm SMs", "chunk_tiles": "chunks of {} tiles", "item_tiles": "groups of {} tiles"}
 
 # {transport: fields that it does not use}
-_UNUSED = {"copy_engine": ("num_comm_sms",), "one_shot": ("exchange", "chunk_tiles", "item_tiles")}
+_UNUSED = {
+    "copy_engine": ("num_comm_sms",),
+    "direct": ("item_tiles",),
+    "one_shot": ("exchange", "chunk_tiles", "item_tiles"),
+}
 
 
 def config_in_short(config):

@@ -10,7 +10,7 @@ from bench.core.points import BadRow
 from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, moe_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
-from bench.report import dense, headlines, plots, test_record
+from bench.report import dense, headlines, plots, solo, test_record
 from bench.report import host as host_report
 from bench.report import rows as all_rows
 from bench.report import tuned as tuned_report
@@ -79,6 +79,7 @@ def pages(rows):
     """Return {relative path: Markdown}: the summary README.md and a page for each family that has rows."""
     families = {
         "dense": ("Dense operators", [dense.text(rows.dense, _link)]),
+        "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),
         "experts": ("Layers of experts and grouped GEMM",

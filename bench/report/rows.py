@@ -12,7 +12,7 @@ class Rows:
     dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
     others:       JSONL rows as dictionaries: collectives, dispatch and combine, layers of experts and grouped GEMM,
                   flash-decode, sequence parallelism, network primitives, host time per call, configs that the tuner
-                  selected, test runs
+                  selected, test runs, solo mode
     """
 
     dense: tuple = ()
@@ -25,6 +25,7 @@ class Rows:
     host: tuple = ()
     tuner: tuple = ()
     tests: tuple = ()
+    solo: tuple = ()
 
     def __bool__(self):
         return any(vars(self).values())
@@ -36,5 +37,5 @@ def read(folder):
         dense=points.read(folder), collectives=points.read_collectives(folder), dispatch=points.read_ep(folder),
         layers=points.read_layers(folder), decode=points.read_decode(folder), sequences=points.read_sequences(folder),
         network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
-        tests=points.read_tests(folder),
+        tests=points.read_tests(folder), solo=points.read_solo(folder),
     )

@@ -90,8 +90,8 @@ class GroupState:
     """State of one process group while the group exists: its store, consensus checks, workspaces and errors."""
 
     has_link = True  # if not, ``link_rate`` is that of a model
-    link_rate = None  # bytes per second
-    workspace_class = None  # instead of Workspace
+    link_rate: float | None = None  # bytes per second
+    workspace_class: type | None = None  # None: Workspace
 
     def __init__(self, group, prefix="tdkernels"):
         self.name = group.group_name

@@ -336,3 +336,33 @@ def test_host_times_of_calls_are_measured():
     found = {(operator, method) for operator, method, *_ in table}
     assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
     assert ("flash_decode", "ours") in found and all(0 < launched <= done for *_, launched, done in table)
+
+
+def solo_row(shape, method, time, link=390.0, config=None, date="2026-01-01", direction="forward"):
+    m, n, k = map(int, shape.split("x"))
+    return {"what": "solo", "op": "gemm_rs", "pass": direction, "shape": shape, "m": m, "n": n, "k": k, "ranks": 8,
+            "link_gbps": link, "method": method, "ms": time, "wire_ms": 2.0, "over_floor": time and time / 2,
+            "config": config, **MACHINE, "num_gpus": 1, "date": date}
+
+
+def test_solo_mode_has_a_table_for_each_link(results):
+    forward = {"method": "fused", "tiles": TILES, "transport": "forward", "item_tiles": 4}
+    direct, parts = {**forward, "transport": "direct"}, {"method": "parts", "pieces": 1}
+    folder = results([
+        solo_row("8x8x8", "tdkernels", 9.0, config=forward, date="2025-12-31"),
+        solo_row("8x8x8", "gemm", 1.0), solo_row("8x8x8", "tdkernels", 3.0, config=forward),
+        solo_row("8x8x8", "c1", 2.5, config=direct), solo_row("8x8x8", "c2", 4.0, config=parts),
+        solo_row("8x8x8", "c3", None, config=direct),
+        solo_row("8x8x8", "gemm", 1.0, None), solo_row("8x8x8", "tdkernels", 2.25, None, config=forward),
+        solo_row("8x8x8", "gemm", 1.0, None, direction="backward"),
+        solo_row("8x8x8", "tdkernels", 5.0, None, direction="backward"),
+    ], "solo")
+    text = report.pages(all_rows.read(folder))["tables/solo.md"]
+    assert "No byte crossed a link" in text
+    modelled, at_once = text.split("### ")[1:]
+    assert modelled.startswith("NVIDIA Testing, one of 8 ranks, data arrives at 390 GB/s (model)")
+    line = "| gemm_rs | 8 × 8 × 8 | 1.000 | 2.000 | 3.000 | 2.500 | 1.25 | 64x32x16, 7 stages, direct | "
+    assert line + "forward 3.000, pipelined 4.000 |" in modelled
+    assert "gemm_rs 1.25 (1 shapes)" in modelled
+    assert at_once.startswith("NVIDIA Testing, one of 8 ranks, data arrives at once")
+    assert "| gemm_rs backward | 8 × 8 × 8 | 1.000 | 2.000 | 5.000 | 5.000 | 2.50 |  |  |" in at_once

@@ -1,0 +1,90 @@
+"""Report page of solo mode: one GPU acted as one of W ranks."""
+
+from bench.core.points import geometric_mean
+from bench.report.cells import markdown, ms, share, short_revision
+from bench.report.config_text import config_in_short
+
+_INTRO = """## Solo mode
+
+**No byte crossed a link.** One GPU acted as one of W ranks (`tdkernels.solo`), in CUDA graphs. The peers were mirror
+images of this rank: what a kernel stored at a peer arrived in its own memory. So kernels did the work of a real run,
+with its memory traffic. Outputs were checked before the clock started, and all methods of a line ran in turns.
+
+The floor is the longer of the GEMM alone (cuBLAS) and the bytes on the wire at the given rate. A link of the model
+transfers one chunk at a time, and begins when the kernel has stored and signaled it. On a real link the chunk is
+already on its way then, so times of `ag_gemm` with large chunks are too long. Times also include what the model's own
+kernels add, which was not measured (expected: 2 to 5 µs).
+"""
+_TITLE = "### {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"
+_HEAD = [
+    "operator", "M × N × K", "GEMM alone", "wire", "selected config", "fastest", "× floor", "fastest config", "others",
+]
+
+
+def text(rows):
+    """Return the section, or "" if there are no rows."""
+    tables = [_table(place, chosen) for place, chosen in sorted(_by_place(rows).items(), key=lambda item: str(item[0]))]
+    return "\n".join([_INTRO, *tables]) if tables else ""
+
+
+def _by_place(rows):
+    """Return {(GPU, ranks, link): {(operator, pass, m, n, k): {method: row}}} with the newest run of each problem."""
+    found, dates = {}, {}
+    for row in rows:
+        place = row["gpu"], row["ranks"], row["link_gbps"]
+        problem = row["op"], row["pass"], row["m"], row["n"], row["k"]
+        if row["date"] < dates.get((place, problem), ""):
+            continue
+        run = found.setdefault(place, {}).setdefault(problem, {})
+        if row["date"] > dates.get((place, problem), ""):
+            run.clear()
+        dates[place, problem] = row["date"]
+        run[row["method"]] = row
+    return found
+
+
+def _table(place, runs):
+    gpu, ranks, link = place
+    some = [next(iter(run.values())) for run in runs.values()]
+    title = _TITLE.format(
+        gpu=gpu, ranks=ranks, when=max(row["date"][:10] for row in some),
+        link="data arrives at once" if link is None else f"data arrives at {link:.0f} GB/s (model)",
+        git=", ".join(sorted({short_revision(row["git"]) for row in some})), torch=some[0]["torch"],
+        triton=some[0]["triton"],
+    )
+    lines = [_HEAD, ["---"] * 2 + ["---:"] * 5 + ["---"] * 2]
+    factors = {}
+    for (operator, direction, m, n, k), run in sorted(runs.items()):
+        name = operator if direction == "forward" else f"{operator} backward"
+        best = _fastest(run)
+        factors.setdefault(name, []).append(best["over_floor"])
+        gemm, selected = run["gemm"], run["tdkernels"]
+        lines.append([
+            name, f"{m} × {n} × {k}", ms(gemm["ms"]), ms(gemm["wire_ms"]), ms(selected["ms"]), ms(best["ms"]),
+            share(best["over_floor"]), config_in_short(best["config"]), _others(run, best),
+        ])
+    means = [f"{name} {geometric_mean(values):.2f} ({len(values)} shapes)" for name, values in factors.items()]
+    return f"{title}\n{markdown(lines)}\nFastest over floor, geometric mean: {', '.join(means)}.\n"
+
+
+def _fastest(run):
+    timed = [row for name, row in run.items() if name != "gemm" and row["ms"] is not None]
+    return min(timed, key=lambda row: row["ms"])
+
+
+def _others(run, best):
+    """Return the fastest time of each other way to send data."""
+    fastest = {}
+    for name, row in run.items():
+        kind = _kind(row)
+        if name != "gemm" and row["ms"] is not None and kind is not None and kind != _kind(best):
+            fastest[kind] = min(row["ms"], fastest.get(kind, row["ms"]))
+    return ", ".join(f"{kind} {ms(time)}" for kind, time in sorted(fastest.items()))
+
+
+def _kind(row):
+    """Return how a config sends data, or None for a backward, which selects its own configs."""
+    config = row["config"]
+    if config is None:
+        return None
+    return "pipelined" if config["method"] == "parts" else config["transport"].replace("_", " ")

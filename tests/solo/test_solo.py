@@ -1,0 +1,94 @@
+"""Solo mode: the operators run unchanged, and compute what they would if all peers were mirror images of this rank."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.programs import environment
+
+PROGRAM = """
+import pytest, torch
+import tdkernels
+from tdkernels import AgGemmConfig, GemmRsConfig
+from tdkernels.solo import solo_group
+
+RANKS = 4
+device = "cuda" if torch.cuda.is_available() else "cpu"
+group = solo_group(RANKS)
+with pytest.raises(RuntimeError, match="process of its own"):
+    solo_group(RANKS)
+torch.manual_seed(0)
+on_gpu = device == "cuda"
+sizes = [(8192, 1024, 512), (4096, 2048, 512)] if on_gpu else [(128, 64, 64), (256, 64, 32)]
+for m, n, k in sizes * 2:  # each plan again, after others have used the same workspace
+    x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5
+    gathered = torch.nn.functional.linear(torch.cat([x] * RANKS), weight)
+    for config in (
+        None, AgGemmConfig(num_comm_sms=2), AgGemmConfig(transport="copy_engine"), AgGemmConfig(transport="one_shot"),
+        AgGemmConfig(method="parts"),
+    ):
+        for _ in range(2):
+            torch.testing.assert_close(tdkernels.ag_gemm(x, weight, config=config), gathered)
+    summed = torch.nn.functional.linear(x, weight).unflatten(0, (RANKS, -1)).float().sum(0).to(x.dtype)
+    for config in (GemmRsConfig(), GemmRsConfig(transport="direct"), GemmRsConfig(method="parts")):
+        for _ in range(2):
+            torch.testing.assert_close(tdkernels.gemm_rs(x, weight, config=config), summed, rtol=1.6e-2, atol=2e-2)
+with pytest.raises(NotImplementedError, match="gemm_ar: not in solo mode"):
+    tdkernels.gemm_ar(x, weight)
+with pytest.raises(ValueError, match="solo mode needs 4 equal slots of at least .* bytes, not 2048 bytes"):
+    tdkernels.ag_gemm(x[:16, :16], weight[:, :16], config=AgGemmConfig())
+tdkernels.synchronize()
+print("as the mirror images")
+"""
+
+
+def test_operators_compute_the_mirrored_result():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert run.stdout.splitlines()[-1:] == ["as the mirror images"], run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("call, message", [
+    ("solo_group(1)", "world_size must be at least 2, not 1"),
+    ("solo_group(2, 0.0)", "link_rate must be positive, not 0.0"),
+])
+def test_invalid_arguments(call, message):
+    from tdkernels.solo import solo_group
+
+    with pytest.raises(ValueError, match=message):
+        eval(call, {"solo_group": solo_group})
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "tdkernels", "bench", *arguments]
+    without_gpus = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=without_gpus, capture_output=True, text=True, timeout=300)
+
+
+def test_bench_rehearses_on_the_cpu():
+    run = bench("ag_gemm", "gemm_rs", "--solo", "4", "--link", "390", "--shapes", "256x128x128", "--backward",
+                "--config", '{"transport": "direct"}')
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stdout.splitlines()
+    for case in ("ag_gemm 256", "ag_gemm backward 256", "gemm_rs 256", "gemm_rs backward 256"):
+        (line,) = [line for line in lines if line.startswith(case)]
+        assert "gemm " in line and "tdkernels " in line
+        assert ('{"transport": "direct"}' in line) == case.startswith("gemm_rs 256")
+    assert "No byte crossed a link." in run.stdout and "nothing is written" in lines[-1]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["gemm_ar", "--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
+    (["--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
+    (["ag_gemm", "--solo", "1"], "--solo must be at least 2 ranks, not 1"),
+    (["ag_gemm", "--solo", "4", "--link", "0"], "--link must be more than 0 GB/s, not 0"),
+    (["ag_gemm", "--link", "390"], "--link is for --solo"),
+])
+def test_bench_rejects(arguments, message, capsys):
+    from tdkernels.__main__ import main
+
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
