@@ -29,8 +29,8 @@ class Explanation:
     Attributes:
         problem: The problem: operator, shape, dtype, layout, GPU and number of ranks.
         config: The config that runs.
-        source: Where the config came from: "explicit", "cache", "shipped", "nearest", "similar_gpu" (a similar GPU) or
-            "default".
+        source: Where the config came from: "explicit", "cache", "shipped", "modelled" (tuned on one GPU with a model
+            of the link), "nearest", "similar_gpu" (a similar GPU) or "default".
         tuned_for: The problem that the config was tuned for; None for a default or explicit config.
         expected_ms: Expected time.
         measured: Whether ``expected_ms`` was measured for exactly this problem. Otherwise it is estimated.
@@ -124,6 +124,7 @@ _ORIGIN = {
     "explicit": "the call",
     "cache": "the cache on disk: tuned here",
     "shipped": "the table shipped with tdkernels",
+    "modelled": "the table shipped with tdkernels: tuned on one GPU with a model of the link",
     "nearest": "the nearest tuned shape",
     "similar_gpu": "the table shipped with tdkernels for a similar GPU",
     "default": "the built-in heuristic: no similar shape was tuned",

@@ -3,8 +3,9 @@
 The sources are, in this order: the config that was passed to the call, the user's cache, the table shipped with the
 package, the nearest shape in either, the shipped table of a similar GPU, and the heuristic config. An entry of the
 user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
-config that was best with other versions is a better guess than the heuristic. Rank 0 looks up the config and the other
-ranks follow, so their files may differ.
+config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
+measured with the current versions comes first, then a modelled one, then one that was measured with other versions.
+Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
 from collections.abc import Callable, Hashable, MutableMapping
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
     from tdkernels.autotune.tunable import Tunable
 
-# Sources of a config. SIMILAR_GPU is the table of a similar GPU.
+# Sources of a config. MODELLED is an entry of the shipped table that was not measured on all ranks, SIMILAR_GPU the
+# table of a similar GPU.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
-SIMILAR_GPU = "similar_gpu"
-_GUESSES = NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
+MODELLED, SIMILAR_GPU = "modelled", "similar_gpu"
+_GUESSES = MODELLED, NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
 # the package to functions of ``on_demand``.
@@ -42,7 +44,8 @@ class Choice:
 
     Attributes:
         config: The config.
-        source: Where it came from: "explicit", "cache", "shipped", "nearest", "similar_gpu" or "default".
+        source: Where it came from: "explicit", "cache", "shipped", "modelled", "nearest", "similar_gpu" or
+            "default".
         entry: The table entry with its measurements; None for "explicit" and "default".
     """
 
@@ -136,7 +139,21 @@ def look_up(tunable: "Tunable", problem: "Problem", device: torch.device, mode: 
 def _exact(tunable, problem, device, source, entries):
     """Return the Choice of the entry for exactly this problem, or None."""
     exact = [entry for entry in entries if entry.problem == problem]
-    return _usable(tunable, problem, device, source, exact[-1]) if exact else None
+    if not exact:
+        return None
+    entry = _preferred(tunable, exact)
+    modelled = entry.modelled and source == SHIPPED
+    return _usable(tunable, problem, device, MODELLED if modelled else source, entry)
+
+
+def _preferred(tunable, entries):
+    """Return the entry of a problem to use: measured with the current versions, modelled, or measured with others."""
+    modelled = [entry for entry in entries if entry.modelled]
+    if not modelled or len(modelled) == len(entries):
+        return entries[-1]
+    current = versions(tunable)  # takes up to 0.4 s to compute, so only if the choice depends on it
+    measured = [entry for entry in entries if not entry.modelled and entry.versions == current]
+    return (measured or modelled)[-1]
 
 
 def _similar(tunable, problem, device, source, entries):

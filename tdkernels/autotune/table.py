@@ -14,6 +14,7 @@ from tdkernels.autotune.problem import Problem
 
 FORMAT = 1
 _MAX_NAME = 128  # characters; a file name has 255 bytes, including ".json.lock" and the suffixes of temporary files
+_FLAGS = "graph", "modelled"
 _TIMES = ("ms", "plain_ms", "default_ms", "local_ms", "wire_ms")
 
 
@@ -41,7 +42,8 @@ class Entry:
         when: The date as YYYY-MM-DD.
         graph: Whether these times are of calls in a CUDA graph. The tuner uses one if launching the calls one by one
             takes the host about as long as the GPU.
-        identity: The problem and the versions. A table has one entry for each identity.
+        modelled: Whether the times are from solo mode with a modelled link, and not from a run on all ranks.
+        identity: The problem, the versions and ``modelled``. A table has one entry for each identity.
     """
 
     problem: Problem
@@ -54,10 +56,11 @@ class Entry:
     wire_ms: float | None = None
     when: str = ""
     graph: bool = False
+    modelled: bool = False
     identity: tuple = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "identity", (self.problem, tuple(sorted(self.versions.items()))))
+        object.__setattr__(self, "identity", (self.problem, self.modelled, tuple(sorted(self.versions.items()))))
 
 
 def to_json(entries: Iterable[Entry]) -> str:
@@ -178,8 +181,8 @@ def _to_dict(entry):
     problem = asdict(entry.problem)
     del problem["operator"], problem["gpu"]  # the head of the table has them
     times = {name: _rounded(getattr(entry, name)) for name in _TIMES}
-    graph = {"graph": True} if entry.graph else {}
-    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **graph}
+    flags = {name: True for name in _FLAGS if getattr(entry, name)}
+    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **flags}
 
 
 def _rounded(ms):
@@ -199,8 +202,8 @@ def _from_dict(operator, gpu, item):
         times = {name: _time(item.get(name)) for name in _TIMES}
         if times["ms"] is None:
             return None
-        when, graph = _text(item.get("when", "")), item.get("graph", False) is True
-        return Entry(problem, versions, item["config"], **times, when=when, graph=graph)
+        flags = {name: item.get(name, False) is True for name in _FLAGS}
+        return Entry(problem, versions, item["config"], **times, when=_text(item.get("when", "")), **flags)
     except (AttributeError, KeyError, OverflowError, TypeError):
         return None
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 
 import pytest
@@ -20,7 +20,7 @@ from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.ops.common import gemm_tunable, tunable_base
 from tdkernels.runtime import gpu as runtime_gpu
 from tdkernels.symm.group import group_state
-from tests.autotune.entries import cache_in
+from tests.autotune.entries import cache_in, make_entry
 from tests.autotune.support import replace_in
 from tests.support.dense_oracle import OPERATORS, Case, whole_shape
 from tests.support.ranks import a_group, device, fresh_ranks, on_ranks
@@ -614,3 +614,28 @@ def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
 def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
     problem = Problem("ag_gemm", "cpu", 2, 2, "float32", "nk", (4, 4, 4))
     assert tunable("ag_gemm").fallback(problem, torch.device("cpu")).method == "fused"
+
+
+def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):
+    tuned, device = tunable("gemm_rs"), torch.device("cpu")
+    current = versions(tuned)
+    mine = []
+
+    def entry(item_tiles, kernels, modelled=False):
+        config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=item_tiles))
+        return make_entry("gemm_rs", config=config, versions={**current, "kernels": kernels}, modelled=modelled)
+
+    older, now, model = entry(1, "older"), entry(2, current["kernels"]), entry(3, "older", modelled=True)
+    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: mine)
+
+    def selected(*entries, shape=older.problem.shape):
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: list(entries))
+        choice = selection.look_up(tuned, replace(older.problem, shape=shape), device, "cached")
+        return choice.config.item_tiles, choice.source
+
+    assert selected(older) == (1, "shipped")
+    assert selected(older, model) == selected(model, older) == selected(model) == (3, "modelled")
+    assert selected(older, now, model) == selected(model, now) == (2, "shipped")
+    assert selected(model, shape=(8192, 4096, 8192)) == (3, "nearest")
+    mine.append(now)
+    assert selected(model) == (2, "cache")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # From this shard size on, one copy per peer is faster than programs that push, because it takes no SM (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
+LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
+BARRIER_BYTES = 256  # of the pipeline, in shared memory
 # Up to this many rows of all ranks, reading the weight takes most of the time. "one_shot" reads it only once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
@@ -62,7 +64,13 @@ class AgGemmConfig:
         for name in ("chunk_tiles", "split_k"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+        return self.tiles.illegal(device, dtype, self._store_bytes(device, dtype)) if self.tiles is not None else None
+
+    def _store_bytes(self, device, dtype):
+        """Return the shared memory for storing a tile besides the stages: its smallest column block."""
+        if self.transport == "one_shot" or not gpu.has_tma(device) or dtype.itemsize > 2:
+            return 0
+        return self.tiles.block_m * min(self.tiles.block_n, LEAST_STORE) * dtype.itemsize + BARRIER_BYTES
 
 
 def default_config(

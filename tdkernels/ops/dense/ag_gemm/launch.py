@@ -14,6 +14,7 @@ from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
+from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_WORDS = 4096
-_BARRIER_BYTES = 256  # of the pipeline, in shared memory
 
 
 def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
@@ -65,9 +65,9 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
 
 def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int) -> int:
     """Return in how many column blocks a tile is stored, so that one fits in shared memory besides the stages."""
-    free = available - tiles.shared_memory_bytes(dtype) - _BARRIER_BYTES
+    free = available - tiles.shared_memory_bytes(dtype) - BARRIER_BYTES
     stores = 1
-    while tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and tiles.block_n // stores > 32:
+    while tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and tiles.block_n // stores > LEAST_STORE:
         stores *= 2
     return stores
 
