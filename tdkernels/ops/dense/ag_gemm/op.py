@@ -2,10 +2,10 @@
 
     x [M / W, K] on each rank, weight [N / W, K] (this rank's rows)  ->  y [M, N / W]
 
-Method "fused" (``kernel``). Programs fetch work items from a queue. The first items push this rank's shard to all peers
-in chunks of rows, and set one signal per chunk at each peer. Every following item computes a tile of y. Tiles of this
-rank's own shard come first, because they depend on no peer. Tiles of the peers' chunks follow in the order in which the
-chunks arrive, and each of them waits for the signal of its chunk. There is no barrier: call t uses half t mod 2 of the
+Method "fused" (``kernel``). The first programs push this rank's shard to all peers in chunks of rows, and set one
+signal per chunk at each peer. The other programs compute the tiles of y. Tiles of this rank's own shard come first,
+because they depend on no peer. Tiles of the peers' chunks follow in the order in which the chunks arrive, and each of
+them waits for the signal of its chunk. There is no barrier: call t uses half t mod 2 of the
 workspace, and no rank can finish call t + 1 before all ranks have begun it. So when a peer pushes data of call t + 2,
 no rank still reads data of call t.
 

@@ -27,8 +27,9 @@ class GemmRsConfig:
             "torch" runs a GEMM, then a reduce-scatter.
         tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
         transport: "forward" stages partial tiles, and other work items copy them to the owner. With "direct" the
-            program that computed a tile sends it while it computes the next one. "one_shot" has one program per tile
-            and K split, and a tile covers all rows, for small M. On several nodes it is always "forward".
+            program that computed a tile sends it while it computes the next one, and other programs add the partials.
+            "one_shot" has one program per tile and K split, and a tile covers all rows, for small M. On several nodes
+            it is always "forward".
         item_tiles: Number of tiles in a group, which is sent with one signal. Only used by "forward".
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
         pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
