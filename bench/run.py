@@ -31,6 +31,7 @@ from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, tp_moe  # 
 from bench.report import main as report  # noqa: E402
 from tdkernels.cli.output import console  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
+from tdkernels.solo import why_not_solo  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 _MOE_LAYERS = [*tp_moe.OPERATORS, *ep_moe.OPERATORS]
@@ -71,10 +72,8 @@ def main(options):
             raise ValueError("--tokens needs a model in --shapes, such as llama-70b")
         if tokens and layers == tp_moe.OPERATORS:
             raise ValueError("--tokens does not apply to tp_moe: its shapes begin with the number of tokens")
-        if options.solo and (reason := solo.why_not(operators, others, options.solo, options.link)):
+        if (reason := why_not_solo([*operators, *others], options.solo, options.link)) is not None:
             raise ValueError(reason)
-        if options.link is not None and options.solo is None:
-            raise ValueError("--link is for --solo")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
         min_ranks = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2

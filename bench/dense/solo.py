@@ -11,7 +11,6 @@ import re
 import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import tdkernels
@@ -21,7 +20,7 @@ from bench.dense.operators import DTYPE
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankError, RankPool, rank_device
-from tdkernels.solo import OPERATORS, solo_group
+from tdkernels.solo import enter_solo_mode
 
 FLOOR_GBPS = 390.0  # of the wire in a row without a link: the most that a pair of H200 reached in each direction
 _BEST = 3  # configs of each kind that are timed, by the cost model
@@ -41,7 +40,7 @@ def main(cases, ranks, link_gbps, plan, keep, common):
     found, failures = [], []
     with RankPool(1, "cuda" if torch.cuda.is_available() else "cpu", timeout_s=300.0) as pool:
         machine = pool.run(harness.machine)[0]
-        pool.run(_begin, ranks, link_gbps)
+        pool.run(enter_solo_mode, ranks, link_gbps and link_gbps * 1e9)
         for case in cases:
             try:
                 measured = pool.run(measure, case, plan)[0]
@@ -58,24 +57,6 @@ def main(cases, ranks, link_gbps, plan, keep, common):
                 keep(new)
             print(f"{case}: {_summary(new)}", flush=True)
     return found, failures
-
-
-def _begin(ranks, link_gbps):
-    """Leave the group of the pool, and act as one of ``ranks`` ranks. Runs on the pool's only rank."""
-    dist.destroy_process_group()
-    solo_group(ranks, link_gbps and link_gbps * 1e9)
-
-
-def why_not(operators, others, ranks, gbps):
-    """Return the reason why the options make no sense, or None. ``others``: operators that are not dense."""
-    unsupported = [name for name in (*operators, *others) if name not in OPERATORS]
-    if unsupported:
-        return f"--solo supports {', '.join(OPERATORS)}, not {', '.join(unsupported)}"
-    if ranks < 2:
-        return f"--solo must be at least 2 ranks, not {ranks}"
-    if gbps is not None and not gbps > 0:
-        return f"--link must be more than 0 GB/s, not {gbps:g}"
-    return None
 
 
 @harness.measurement

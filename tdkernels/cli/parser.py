@@ -215,6 +215,10 @@ def _trace(parser):
         help="number of ranks; auto: all GPUs, or 2 processes",
     )
     parser.add_argument(
+        "--solo", type=int, metavar="W", help="ag_gemm and gemm_rs: record one rank of W on one GPU, as in bench"
+    )
+    parser.add_argument("--link", type=float, metavar="GB/s", help="with --solo: data arrives at this rate")
+    parser.add_argument(
         "--config", type=_config, metavar="JSON",
         help='fields of the default config to change: {"tiles": {"block_n": 128}}; default: the best config known',
     )

@@ -40,6 +40,7 @@ def main(options):
 def _record(options):
     """Record as the options say: the Trace, and where it was saved."""
     from tdkernels.launch import RankError, RankPool
+    from tdkernels.solo import enter_solo_mode
     from tdkernels.trace.perfetto import save
     from tdkernels.trace.recording import record_operator
     from tdkernels.trace.timeline import make_trace
@@ -49,8 +50,10 @@ def _record(options):
     if device == "cpu":
         print("CPU ranks interpret the kernels: the order of events is real, the times say nothing about a GPU.")
     repetitions = options.repetitions or _REPETITIONS[device]
-    with RankPool(ranks, device, timeout_s=_TIMEOUT_S) as pool:
+    with RankPool(1 if options.solo else ranks, device, timeout_s=_TIMEOUT_S) as pool:
         try:
+            if options.solo:
+                pool.run(enter_solo_mode, ranks, options.link and options.link * 1e9)
             recordings = pool.run(
                 record_operator, options.operator, shape, DTYPES[options.dtype], options.config, repetitions,
                 options.layout,
@@ -70,6 +73,7 @@ def _problem(options):
     from tdkernels.autotune.problem import Problem
     from tdkernels.autotune.tunable import tunable
     from tdkernels.launch import pick_device
+    from tdkernels.solo import why_not_solo
 
     if options.operator is None:
         raise ValueError(f"no operator is named; give one of {', '.join(TRACED)}")
@@ -87,8 +91,10 @@ def _problem(options):
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out: {options.out} is not a folder")
     shape = tuple(map(int, options.shape.split("x")))
-    ranks = _num_ranks(options)
-    device = pick_device(options.device, ranks)
+    if (reason := why_not_solo([options.operator], options.solo, options.link)) is not None:
+        raise ValueError(reason)
+    ranks = options.solo or _num_ranks(options)
+    device = pick_device(options.device, 1 if options.solo else ranks)
     layout = options.layout or tuned.layouts[0]
     problem = Problem.on(torch.device("cpu"), options.operator, shape, DTYPES[options.dtype], layout, ranks, ranks)
     reason = tuned.why_not(problem)
@@ -114,7 +120,8 @@ def _file_name(trace):
 
     about = trace.about
     gpu = slug(about["gpu"].removeprefix("NVIDIA "))
-    return f"{about['operator']}-{about['shape']}-{about['dtype']}-{gpu}x{about['world_size']}"
+    ranks = f"-one-of-{about['one_of']}" if "one_of" in about else f"x{about['world_size']}"
+    return f"{about['operator']}-{about['shape']}-{about['dtype']}-{gpu}{ranks}"
 
 
 def _print(trace):

@@ -9,7 +9,7 @@ and relayed to the words that the kernels wait for (``relay``), at the rate of a
 The mirror image needs kernels that treat all peers alike, with W equal slots of data and signals:
 """
 
-from tdkernels.solo.group import OPERATORS, SoloState, solo_group
+from tdkernels.solo.group import OPERATORS, SoloState, enter_solo_mode, solo_group, why_not_solo
 from tdkernels.solo.workspace import SoloWorkspace
 
-__all__ = ["OPERATORS", "SoloState", "SoloWorkspace", "solo_group"]
+__all__ = ["OPERATORS", "SoloState", "SoloWorkspace", "enter_solo_mode", "solo_group", "why_not_solo"]

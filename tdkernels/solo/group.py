@@ -1,5 +1,7 @@
 """The group of solo mode: its peers do not exist and agree with everything."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from tdkernels.solo.workspace import SoloWorkspace
@@ -25,6 +27,26 @@ class SoloState(GroupState):
 
     def exchange(self, operator: str, text: str) -> list[str]:
         return [text] * self.world_size
+
+
+def why_not_solo(operators: Sequence[str], world_size: int | None, gbps: float | None) -> str | None:
+    """Return the reason why the options --solo and --link of a command make no sense, or None."""
+    if world_size is None:
+        return None if gbps is None else "--link is for --solo"
+    unsupported = [name for name in operators if name not in OPERATORS]
+    if unsupported:
+        return f"--solo supports {', '.join(OPERATORS)}, not {', '.join(unsupported)}"
+    if world_size < 2:
+        return f"--solo must be at least 2 ranks, not {world_size}"
+    if gbps is not None and not gbps > 0:
+        return f"--link must be more than 0 GB/s, not {gbps:g}"
+    return None
+
+
+def enter_solo_mode(world_size: int, link_rate: float | None = None) -> None:
+    """Make a rank of a ``RankPool`` leave its group and call ``solo_group`` with the same arguments."""
+    dist.destroy_process_group()
+    solo_group(world_size, link_rate)
 
 
 def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessGroup:

@@ -93,6 +93,19 @@ class Clocks:
         self._workspace.after_launch()
 
 
+class SoloClocks:
+    """The clock comparison of a rank in solo mode, which has no peers. ``times``: as in ``Clocks``, with one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.times = torch.zeros(1, _ROUNDS, 2, dtype=torch.int64, device=device)
+
+    def meet(self) -> None:
+        """Do nothing: there is no other stream."""
+
+    def compare(self) -> None:
+        """Do nothing: there is no other clock."""
+
+
 def offsets(times):
     """Return for each rank (ns by which its clock is ahead of rank 0's, maximum error in ns).
 

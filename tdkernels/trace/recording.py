@@ -16,7 +16,8 @@ from tdkernels.ops.common.config import text_of
 from tdkernels.runtime import gpu
 from tdkernels.runtime.recorder import Recorder, record
 from tdkernels.symm import resolve_group
-from tdkernels.trace.clocks import Clocks
+from tdkernels.symm.group import group_state
+from tdkernels.trace.clocks import Clocks, SoloClocks
 
 _BURSTS = {"cuda": 3, "cpu": 1}
 _CALLS = {"cuda": 10, "cpu": 1}  # for each burst
@@ -54,7 +55,8 @@ def record_operator(
     def call(operands):
         return tuned.run(operands, problem, group, config)
 
-    recorder, clocks = Recorder(), Clocks(group, device)
+    solo = not group_state(group).has_link
+    recorder, clocks = Recorder(), SoloClocks(device) if solo else Clocks(group, device)
     untraced_ms = _time(call, sets, device, group)
     with record(recorder):
         traced_ms = _time(call, sets, device, group)
@@ -70,9 +72,10 @@ def record_operator(
         tdkernels.synchronize()
         events.append(_events_that_ran(recorder))
         times.append(clocks.times.cpu().numpy())
+    ranks = {"world_size": 1, "one_of": world_size} if solo else {"world_size": world_size}
     return {
         "operator": operator, "shape": "x".join(map(str, shape)), "dtype": problem.dtype, "gpu": problem.gpu,
-        "world_size": world_size, "config": text_of(config), "torch": torch.__version__, "triton": triton.__version__,
+        **ranks, "config": text_of(config), "torch": torch.__version__, "triton": triton.__version__,
         "num_multiprocessors": gpu.num_sms(device) if device.type == "cuda" else 0,
         "untraced_ms": untraced_ms, "traced_ms": traced_ms, "events": events, "times": times,
     }

@@ -55,6 +55,8 @@ class Trace:
     def title(self) -> str:
         """Operator, shape, dtype, and the number and model of the devices."""
         a = self.about
+        if "one_of" in a:
+            return f"{a['operator']} {a['shape']} {a['dtype']} on {a['gpu']}, one of {a['one_of']} ranks in solo mode"
         place = f"{a['world_size']} CPU ranks" if a["gpu"] == "cpu" else f"{a['world_size']} x {a['gpu']}"
         return f"{a['operator']} {a['shape']} {a['dtype']} on {place}"
 

@@ -92,3 +92,18 @@ def test_bench_rejects(arguments, message, capsys):
 
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_trace_records_the_only_rank(tmp_path, capsys):
+    from tdkernels.__main__ import main
+    from tdkernels.trace.perfetto import load
+
+    arguments = ["trace", "gemm_rs", "--solo", "4", "--shape", "512x256x128", "--device", "cpu", "--no-picture"]
+    assert main([*arguments, "--config", '{"transport": "direct"}', "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.iterdir()
+    assert file.name == "gemm_rs-512x256x128-bfloat16-cpu-one-of-4.json"
+    trace = load(file)
+    assert "one of 4 ranks in solo mode" in trace.title and len(trace.ranks) == 1
+    assert {i.peer for i in trace.ranks[0] if i.kind == "pushes"} == {1, 2, 3}
+    assert main(["trace", "gemm_ar", "--solo", "4", "--shape", "512x256x128"]) == 2
+    assert "--solo supports ag_gemm, gemm_rs, not gemm_ar" in capsys.readouterr().err

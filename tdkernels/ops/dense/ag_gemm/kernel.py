@@ -117,7 +117,8 @@ def ag_gemm_kernel(
     place = program - num_comm
     first, last = _rounds(place, ranks * tiles_m * tiles_n, on_time, num_late, first_late)
     last = tl.where(is_void | (place < 0), first, last)
-    for number in tl.range(first, last, flatten=True):
+    # Not flattened in a trace: events of the next tile would be recorded before the end of this one.
+    for number in tl.range(first, last, flatten=trace_ptr is None):
         tile = number * on_time + tl.maximum(number - first_late, 0) * num_late + place
         trace = (trace_ptr, num_comm + tile)
         td.mark(trace, "starts")

@@ -111,7 +111,8 @@ def gemm_rs_direct_kernel(
     if first < num_gemm:
         # A void launch has no work items: a peer may still read the data of an earlier launch.
         last = tl.where(td.is_void_for_all(signal), first, tiles * RANKS)
-        for piece in tl.range(first, last, num_gemm, flatten=True):
+        # Not flattened in a trace: events of the next tile would be recorded before the end of this one.
+        for piece in tl.range(first, last, num_gemm, flatten=trace_ptr is None):
             trace = (trace_ptr, piece)
             td.mark(trace, "starts")
             step, tile, pid_m, pid_n = _tile_of(piece, me, tiles_m, tiles_n, group_m, RANKS)
