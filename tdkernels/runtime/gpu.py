@@ -7,6 +7,7 @@ import torch
 
 # Number of SMs assumed for the interpreter: a few programs of each role are enough to exercise the protocol.
 _CPU_SMS = 4
+MOST_REGISTERS = 256  # of a thread
 
 
 @functools.cache
@@ -26,23 +27,27 @@ def shared_memory_bytes(device: torch.device) -> int:
     return getattr(_properties(device.index), "shared_memory_per_block_optin", 65536)
 
 
-def resident_programs(device: torch.device, tiles: Any, dtype: torch.dtype) -> int:
+def resident_programs(device: torch.device, tiles: Any, dtype: torch.dtype, registers: int = 1) -> int:
     """Return an estimate of how many programs with these tiles fit on the GPU at a time.
 
-    Launching more than fit is harmless for kernels that fetch their work items from a queue.
+    Launching more than fit is harmless for kernels that fetch their work items from a queue. If each program has a
+    fixed share of the work, those that do not fit begin late.
 
     Args:
         device: the device.
         tiles: a tile config with ``shared_memory_bytes(dtype)`` and ``num_warps``.
         dtype: dtype of the operands.
+        registers: registers of a thread. By default they are not considered.
     """
     if device.type == "cpu":
         return _CPU_SMS
     properties = _properties(device.index)
     memory = getattr(properties, "shared_memory_per_multiprocessor", 65536)
     by_memory = memory // (tiles.shared_memory_bytes(dtype) + 1024)  # the system reserves 1 KiB per program
-    by_threads = properties.max_threads_per_multi_processor // (tiles.num_warps * properties.warp_size)
-    return num_sms(device) * max(1, min(by_memory, by_threads))
+    threads = tiles.num_warps * properties.warp_size
+    by_threads = properties.max_threads_per_multi_processor // threads
+    by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * registers)
+    return num_sms(device) * max(1, min(by_memory, by_threads, by_registers))
 
 
 def capability(device: torch.device) -> tuple[int, int]:

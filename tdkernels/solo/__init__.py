@@ -6,7 +6,7 @@ q is this rank's own buffer, shifted by W - q slots: kernels run unchanged, ever
 as the byte that a peer would have sent, and the memory traffic is that of a real run. Signals are set in separate words
 and relayed to the words that the kernels wait for (``relay``), at the rate of a link.
 
-The mirror image needs kernels that treat all peers alike, with W equal slots of data and signals:
+The model fits kernels that treat all peers alike, and whose data and signals consist of W equal slots (OPERATORS).
 """
 
 from tdkernels.solo.group import OPERATORS, SoloState, enter_solo_mode, solo_group, why_not_solo

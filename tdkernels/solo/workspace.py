@@ -53,6 +53,7 @@ class SoloWorkspace(Workspace):
         if name not in NAMES:
             raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(NAMES)}")
         super().__init__(state, device, name, halves, across_nodes)
+        self._views, self._captured_views = {}, []
 
     def _make_buffer(self, half_bytes, half_signals):
         own = words_bytes(half_signals)
@@ -61,8 +62,10 @@ class SoloWorkspace(Workspace):
         nbytes = data_offset + self.halves * half_bytes
         memory = torch.zeros(nbytes + half_bytes, dtype=torch.uint8, device=self.device)
         # Random, because the power consumption of a GEMM, and with it the clock rate, depends on its operands.
-        values = memory[data_offset : nbytes].view(torch.bfloat16)
+        values = memory[data_offset:nbytes].view(torch.bfloat16)
         values.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        if self._captured:  # a CUDA graph may be replayed with the relays of the buffer before
+            self._captured_views.append(self._views)
         self._memory, self._nbytes, self._views = memory, nbytes, {}
         self._calls = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._words(memory, 0, words.MAX_RANKS.value).fill_(_ARRIVED)  # ready words: all peers reach every barrier

@@ -51,7 +51,7 @@ def simulated_gpu(operator, ranks, nodes):
             patch.setattr(module, "has_tma", lambda device: True)
         patch.setattr(gpu, "capability", lambda device: (9, 0))
         patch.setattr(gpu, "num_sms", lambda device: 132)
-        patch.setattr(gpu, "resident_programs", lambda device, tiles, dtype: 132)
+        patch.setattr(gpu, "resident_programs", lambda device, tiles, dtype, registers=1: 132)
         patch.setattr(gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[ARCH])
         patch.setattr(ulysses_launch_out, "_push_bytes", lambda device: 32 << 10)
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: int(cache.dtype == torch.float8_e4m3fn))

@@ -232,9 +232,9 @@ def _count(x, weight, num_comm, topology, config):
 
 def _programs(x, weight, pieces, num_comm, topology, config):
     """Return (number of programs of a launch with ``pieces`` work items, (num_late, first_late) of the kernel)."""
-    fit = gpu.resident_programs(x.device, config.tiles, x.dtype)
     if topology.num_nodes > 1:
-        return min(pieces, fit), None
+        return min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype)), None
+    fit = gpu.resident_programs(x.device, config.tiles, x.dtype, gpu.MOST_REGISTERS)
     tiles, on_time = pieces - num_comm, max(fit - num_comm, 1)
     first_late = _rounds_of_push(x, weight, num_comm, topology.world_size, config) if num_comm else 0
     if not num_comm or first_late * on_time >= tiles:

@@ -93,7 +93,7 @@ def _programs(tiles, pieces, device, dtype):
     The former is the smallest number that computes the tiles in as many rounds as all that fit. The rest of them can
     add partials from the start.
     """
-    fit = gpu.resident_programs(device, tiles, dtype)
+    fit = gpu.resident_programs(device, tiles, dtype, gpu.MOST_REGISTERS)
     return cdiv(pieces, cdiv(pieces, fit)), fit
 
 
