@@ -52,7 +52,7 @@ def compile_gemm(
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
         constants = {"FIXED_HALF": False, **constants}
         if kernel is ag_gemm_kernel:
-            constants["STORES"] = stores = num_stores(tiles, dtype, SHARED_MEMORY[arch])
+            constants["STORES"] = stores = num_stores(tiles, dtype, SHARED_MEMORY[arch], 1 + (arch == "sm_100"))
             block = [1, tiles.block_m, tiles.block_n // stores]
             args.append(descriptor(dtype, (1, 512, 512), block) if tma and n % 8 == 0 else None)
         args += [rows, n, k, stride, rows, PLAN, 16, 1, 8, *((16, 2) if kernel is ag_gemm_kernel else ())]

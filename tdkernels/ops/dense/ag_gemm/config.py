@@ -20,6 +20,14 @@ BARRIER_BYTES = 256  # of the pipeline, in shared memory
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
 
+def blocks_in_memory(device: "torch.device") -> int:
+    """Return how many column blocks of a tile the epilogue has in shared memory at a time.
+
+    On Blackwell the accumulator is not in registers, and its conversion needs shared memory, too.
+    """
+    return 2 if gpu.capability(device) >= (10, 0) else 1
+
+
 @dataclass(frozen=True)
 class AgGemmConfig:
     """Config of ``ag_gemm``.
@@ -70,7 +78,8 @@ class AgGemmConfig:
         """Return the shared memory for storing a tile besides the stages: its smallest column block."""
         if self.transport == "one_shot" or not gpu.has_tma(device) or dtype.itemsize > 2:
             return 0
-        return self.tiles.block_m * min(self.tiles.block_n, LEAST_STORE) * dtype.itemsize + BARRIER_BYTES
+        block = self.tiles.block_m * min(self.tiles.block_n, LEAST_STORE) * dtype.itemsize
+        return blocks_in_memory(device) * block + BARRIER_BYTES
 
 
 def default_config(

@@ -14,7 +14,7 @@ from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
-from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE
+from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, blocks_in_memory
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
@@ -52,7 +52,9 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     if constants["PRODUCT"].use_tma:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     if num_nodes == 1:
-        constants["STORES"] = stores = num_stores(tiles, x.dtype, gpu.shared_memory_bytes(x.device))
+        constants["STORES"] = stores = num_stores(
+            tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device)
+        )
         by_engine = constants["PRODUCT"].use_tma and n % 8 == 0
         y_descs = [_output_descriptor(y, rows, n, tiles, stores) if by_engine else None]
     args = (
@@ -63,11 +65,13 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     return args, constants
 
 
-def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int) -> int:
-    """Return in how many column blocks a tile is stored, so that one fits in shared memory besides the stages."""
+def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int) -> int:
+    """Return in how many column blocks a tile is stored: ``blocks`` of them and the stages fit in shared memory."""
     free = available - tiles.shared_memory_bytes(dtype) - BARRIER_BYTES
     stores = 1
-    while tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and tiles.block_n // stores > LEAST_STORE:
+    while blocks * tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and (
+        tiles.block_n // stores > LEAST_STORE
+    ):
         stores *= 2
     return stores
 
