@@ -43,7 +43,8 @@ def _plans():
 
 def test_no_fault_gives_a_wrong_result_or_a_hang(ranks):
     plans = _plans()
-    assert {plan.fault for plan in plans} == set(FAULTS) and len({plan.operator for plan in plans}) > 5 * EACH
+    assert {plan.fault for plan in plans} == set(FAULTS)
+    assert len({plan.operator for plan in plans}) >= min(11, len(plans))
     cases, lock = [], threading.Lock()
 
     def play_all(world_size, own_plans):

@@ -89,13 +89,14 @@ def _methods(case, plan):
     calls = {name: getattr(direction, name) for name in PLAIN} | calls | {"tdkernels": direction.ours(case, None)}
     if case.backward:  # the backward selects its own configs
         return calls, {}, absent
-    configs, not_applicable = overridden(_default_config(case), plan.overrides)
-    configs = {"tdkernels-default": _default_config(case)} | configs
+    default = default_config(case)
+    configs, not_applicable = overridden(default, plan.overrides)
+    configs = {"tdkernels-default": default} | configs
     absent |= not_applicable
     return calls | {name: direction.ours(case, config) for name, config in configs.items()}, configs, absent
 
 
-def _default_config(case):
+def default_config(case):
     """Return the heuristic config of the forward with overlap, used without tuning."""
     return tunable(case.operator).default(case.problem(rank_device()), rank_device())
 

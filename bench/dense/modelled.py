@@ -4,10 +4,11 @@ Only kernels that one launch starts are considered: rows are of calls in CUDA gr
 call host time that they do not show.
 """
 
-import json
 import re
 from pathlib import Path
 
+from bench.core.points import read_solo
+from bench.report.tables import newest
 from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.problem import Problem, slug
 from tdkernels.autotune.tunable import tunable, versions
@@ -19,20 +20,20 @@ _TRANSPORTS = "forward", "direct"
 
 def best_rows(folder=RESULTS):
     """Return {problem: its row with the fastest config} for the newest run of each problem with a modelled link."""
-    rows = [json.loads(line) for path in sorted(folder.glob("*/solo.jsonl")) for line in path.read_text().splitlines()]
-    found, dates = {}, {}
-    for row in sorted(rows, key=lambda row: row["date"]):
-        config = row["config"]
-        if row["op"] not in OPERATORS or row["link_gbps"] is None or config is None or row["ms"] is None:
-            continue
-        if config["method"] != "fused" or config["transport"] not in _TRANSPORTS:
-            continue
-        sizes = row["m"], row["n"], row["k"]
-        problem = Problem(row["op"], row["gpu"], row["ranks"], row["ranks"], row["dtype"], "nk", sizes)
-        if dates.get(problem) != row["date"] or row["ms"] < found[problem]["ms"]:
-            found[problem] = row
-        dates[problem] = row["date"]
-    return found
+    rows = filter(_can_ship, read_solo(folder))
+    runs = newest(rows, lambda row: None, _problem, with_overrides=True).get(None, {})
+    return {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in runs.items()}
+
+
+def _can_ship(row):
+    config = row["config"]
+    timed = row["op"] in OPERATORS and row["link_gbps"] is not None and config is not None and row["ms"] is not None
+    return timed and config["method"] == "fused" and config["transport"] in _TRANSPORTS
+
+
+def _problem(row):
+    sizes = row["m"], row["n"], row["k"]
+    return Problem(row["op"], row["gpu"], row["ranks"], row["ranks"], row["dtype"], "nk", sizes)
 
 
 def entry_of(problem, row):

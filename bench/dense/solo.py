@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import tdkernels
 from bench.core import graphs, harness
-from bench.core.measure import input_sets, overridden
+from bench.core.measure import default_config, input_sets, overridden
 from bench.dense.operators import DTYPE
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.tunable import tunable
@@ -66,8 +66,10 @@ def measure(case, plan):
     references = [_reference(case, inputs) for inputs in sets[:2]]
     configs, absent = {}, {}
     if not case.backward:
-        default = tunable(case.operator).default(case.problem(rank_device()), rank_device())
-        configs, absent = overridden(default, plan.overrides) if plan.overrides else (_configs(case), {})
+        if plan.overrides:
+            configs, absent = overridden(default_config(case), plan.overrides)
+        else:
+            configs = _configs(case)
     calls = {"gemm": case.direction.gemm, "tdkernels": case.direction.ours(case, None)}
     calls |= {name: case.direction.ours(case, config) for name, config in configs.items()}
     for name in [name for name in calls if name != "gemm"]:

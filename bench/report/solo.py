@@ -3,6 +3,7 @@
 from bench.core.points import geometric_mean
 from bench.report.cells import markdown, ms, share, short_revision
 from bench.report.config_text import config_in_short
+from bench.report.tables import newest
 
 _INTRO = """## Solo mode
 
@@ -23,24 +24,20 @@ _HEAD = [
 
 def text(rows):
     """Return the section, or "" if there are no rows."""
-    tables = [_table(place, chosen) for place, chosen in sorted(_by_place(rows).items(), key=lambda item: str(item[0]))]
+    tables = [_table(place, runs) for place, runs in sorted(_by_place(rows).items(), key=lambda item: str(item[0]))]
     return "\n".join([_INTRO, *tables]) if tables else ""
 
 
 def _by_place(rows):
     """Return {(GPU, ranks, link): {(operator, pass, m, n, k): {method: row}}} with the newest run of each problem."""
-    found, dates = {}, {}
-    for row in rows:
-        place = row["gpu"], row["ranks"], row["link_gbps"]
-        problem = row["op"], row["pass"], row["m"], row["n"], row["k"]
-        if row["date"] < dates.get((place, problem), ""):
-            continue
-        run = found.setdefault(place, {}).setdefault(problem, {})
-        if row["date"] > dates.get((place, problem), ""):
-            run.clear()
-        dates[place, problem] = row["date"]
-        run[row["method"]] = row
-    return found
+
+    def place_of(row):
+        return row["gpu"], row["ranks"], row["link_gbps"]
+
+    def problem_of(row):
+        return row["op"], row["pass"], row["m"], row["n"], row["k"]
+
+    return newest(rows, place_of, problem_of, with_overrides=True)
 
 
 def _table(place, runs):

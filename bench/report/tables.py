@@ -9,14 +9,14 @@ _HEAD = """### {title}, {ranks} x {gpu}
 """
 
 
-def newest(rows, place_of, problem_of):
+def newest(rows, place_of, problem_of, with_overrides=False):
     """Return {place: {problem: {method: row}}} with the newest run of each problem that has a time.
 
-    Rows with overridden configs are left out.
+    Rows with overridden configs are left out, unless ``with_overrides``.
     """
     found, dates = {}, {}
     for row in rows:
-        if "{" in row["method"]:
+        if "{" in row["method"] and not with_overrides:
             continue
         place, problem = place_of(row), problem_of(row)
         run = found.setdefault(place, {}).setdefault(problem, {})

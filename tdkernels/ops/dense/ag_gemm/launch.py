@@ -252,4 +252,4 @@ def _rounds_of_push(x, weight, num_comm, world_size, config):
     rows, k = x.shape
     pushed = (world_size - 1) * rows * k * x.element_size() / push_rate(num_comm, rates)
     _, tile = product_s(world_size * rows, weight.shape[0], k, x.dtype, config.tiles, rates.num_sms, rates)
-    return cdiv(max(math.ceil(1e9 * pushed), 1), max(math.ceil(1e9 * tile), 1))
+    return max(1, math.ceil(pushed / tile))
