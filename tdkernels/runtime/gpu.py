@@ -9,6 +9,8 @@ import torch
 _CPU_SMS = 4
 MOST_REGISTERS = 256  # of a thread
 
+spare_sms = 0  # number of SMs that are left for kernels that run concurrently, in solo mode
+
 
 @functools.cache
 def _properties(index):
@@ -47,7 +49,7 @@ def resident_programs(device: torch.device, tiles: Any, dtype: torch.dtype, regi
     threads = tiles.num_warps * properties.warp_size
     by_threads = properties.max_threads_per_multi_processor // threads
     by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * registers)
-    return num_sms(device) * max(1, min(by_memory, by_threads, by_registers))
+    return (num_sms(device) - spare_sms) * max(1, min(by_memory, by_threads, by_registers))
 
 
 def capability(device: torch.device) -> tuple[int, int]:

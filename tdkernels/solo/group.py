@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from tdkernels.runtime import gpu
 from tdkernels.solo.workspace import SoloWorkspace
 from tdkernels.symm.group import GroupState, states
 from tdkernels.symm.topology import Topology
@@ -70,6 +71,7 @@ def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessG
         raise ValueError(f"link_rate must be positive, not {link_rate}")
     if dist.is_initialized():
         raise RuntimeError("solo mode needs a process of its own, without torch.distributed.init_process_group")
+    gpu.spare_sms = 1  # for the relay, and for copies within the GPU, which are kernels
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None

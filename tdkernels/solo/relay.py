@@ -1,5 +1,7 @@
 """Relay of signals in solo mode: a kernel that runs concurrently with a launch and delivers its signals to itself."""
 
+import functools
+
 import torch
 import triton.language as tl
 
@@ -26,12 +28,13 @@ def gate_kernel(calls_ptr, limit):
 @td.jit(do_not_specialize=["per_source", "picoseconds", "limit"])
 def relay_kernel(
     ctx, calls_ptr, per_source, picoseconds, limit,
-    RANKS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, SIGNALS_LAST: tl.constexpr,
 ):
     """Deliver the signals that rank 0 sets at its peers in one call to itself, as the signals of its mirror images.
 
     Signal i of source 0 at peer q is delivered as signal i of source RANKS - q. Each of them takes ``picoseconds`` of
-    the link, and the link transfers one at a time. The kernel ends when it has delivered all, if the rank has failed,
+    the link, and the link transfers one at a time. It begins with a signal when the signal is set, or, if SIGNALS_LAST,
+    when it is free: the data that the signal announces has been on its way since the call began. The kernel ends when it has delivered all, if the rank has failed,
     or after ``limit`` scans. Then it counts the call in the word at ``calls_ptr``: the epoch may already have been
     advanced by the call when this kernel begins. The next word holds the number of the call that has a relay.
     """
@@ -67,9 +70,15 @@ def relay_kernel(
             free += count.to(tl.int64) * picoseconds
             left -= count
             late += td.sum_of(new, 0) - count
-        if late == 0:
+        if (late == 0) & (SIGNALS_LAST == 0):
             free = tl.maximum(free, td.clock_ns() * 1000)
     tl.store(calls_ptr, epoch)
+
+
+@functools.cache
+def _stream(device):
+    """Return the stream of all relays. torch has 32 streams: with one per plan, a later plan would get the current one."""
+    return torch.cuda.Stream(device)
 
 
 class Relay:
@@ -86,18 +95,19 @@ class Relay:
         halves: Halves of the workspace.
         slot_bytes: Bytes that these signals announce.
         link_rate: Bytes per second; None: no limit.
+        signals_last: Whether data is sent from the beginning of a call on, and its signal follows.
     """
 
     def __init__(
         self, ctx: torch.Tensor, calls: torch.Tensor, ranks: int, per_source: int, halves: int, slot_bytes: int,
-        link_rate: float | None,
+        link_rate: float | None, signals_last: bool,
     ) -> None:
         self.is_ready = False
         picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
-        constants = {"RANKS": ranks, "HALVES": halves, "BLOCK": _BLOCK, "num_warps": 2}
+        constants = {"RANKS": ranks, "HALVES": halves, "BLOCK": _BLOCK, "SIGNALS_LAST": signals_last, "num_warps": 2}
         numbers = per_source, picoseconds
         if ctx.device.type == "cuda":
-            self._stream = torch.cuda.Stream(ctx.device)
+            self._stream = _stream(ctx.device)
             self._numbers = *numbers, _LIMIT
             self._launch = BoundLaunch((1, 1, 1), (ctx, calls, *self._numbers), range(2, 5), constants)
             self._gate = BoundLaunch((1, 1, 1), (calls, _LIMIT), (1,), {"num_warps": 1})

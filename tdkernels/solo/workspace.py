@@ -12,6 +12,9 @@ from tdkernels.symm.workspace import Workspace, words_bytes
 # Workspaces whose data and signals consist of W equal slots.
 NAMES = "ag_gemm", "ag_gemm one shot", "gemm_rs", "gather", "scatter"
 
+# What is sent does not have to be computed first.
+_SENT_FROM_THE_BEGINNING = "ag_gemm", "ag_gemm one shot", "gather"
+
 _ARRIVED = 1 << 60  # above every signal
 
 
@@ -92,7 +95,8 @@ class SoloWorkspace(Workspace):
         ctx[words.CTX_BASES.value :][:ranks] = torch.tensor(buffer.addresses, device=ctx.device)
         self._forget_launches()
         relay = Relay(
-            ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate
+            ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate,
+            signals_last=self.name in _SENT_FROM_THE_BEGINNING,
         )
         return buffer, ctx, self.launches, relay
 

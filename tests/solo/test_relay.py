@@ -1,5 +1,6 @@
 """The relay of solo mode delivers signals to the mirror images of their senders, at the rate of the link."""
 
+import threading
 import time
 
 import pytest
@@ -36,10 +37,11 @@ class Words:
     def signals(self, rank, half):
         return self.of_rank[rank, BEGIN + half * HALF_SIGNALS :][:HALF_SIGNALS]
 
-    def relay(self, picoseconds=0, limit=10**4, block=16, halves=2):
+    def relay(self, picoseconds=0, limit=10**4, block=16, halves=2, signals_last=False):
         calls = torch.tensor([int(self.state[words.STATE_EPOCH.value]), 0])
         relay_kernel[(1,)](
-            self.ctx, calls, PER_SOURCE, picoseconds, limit, RANKS=RANKS, HALVES=halves, BLOCK=block, num_warps=1
+            self.ctx, calls, PER_SOURCE, picoseconds, limit, RANKS=RANKS, HALVES=halves, BLOCK=block,
+            SIGNALS_LAST=signals_last, num_warps=1,
         )
         assert calls.tolist() == [int(self.state[words.STATE_EPOCH.value]) + 1] * 2
 
@@ -69,6 +71,27 @@ def test_signals_are_paced():
     held.relay(picoseconds=10**10, limit=10**6)
     assert time.perf_counter() - begin > (RANKS - 1) * PER_SOURCE * 0.01
     assert (held.signals(0, 1)[PER_SOURCE : RANKS * PER_SOURCE] == signal(1, 7)).all()
+
+
+@pytest.mark.parametrize("signals_last", [False, True])
+def test_the_link_is_idle_until_a_signal_is_set_unless_signals_come_last(signals_last):
+    held = Words()
+    late = held.signals(1, 1)
+
+    def signal_all(after_s):
+        time.sleep(after_s)
+        for peer in range(1, RANKS):
+            held.signals(peer, 1)[:PER_SOURCE] = signal(1, 7)
+
+    count = (RANKS - 1) * PER_SOURCE
+    sender = threading.Thread(target=signal_all, args=(0.5,))
+    begin = time.perf_counter()
+    sender.start()
+    held.relay(picoseconds=10**12 // count, limit=10**6, signals_last=signals_last)  # 1 s for all data
+    took = time.perf_counter() - begin
+    sender.join()
+    assert late[0] == signal(1, 7)
+    assert 1.0 <= took < 1.4 if signals_last else took >= 1.45
 
 
 def test_the_relay_ends_without_signals():

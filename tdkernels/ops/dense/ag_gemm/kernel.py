@@ -24,23 +24,27 @@ from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 @td.jit
 def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
-    """Return (shard, tile row, tile column): this rank's shard first, then chunks in the order in which they arrive."""
+    """Return (shard, tile row, tile column): this rank's shard first, then chunks in the order in which they arrive.
+
+    Groups of ``group_m`` tile rows are computed together, so that each part of the weight is read once per group. The
+    rows of a group can belong to several chunks and shards.
+    """
     own_tiles = tiles_m * tiles_n
     own_m, own_n = swizzle(tile % own_tiles, tiles_m, tiles_n, group_m)
-    remote = tl.maximum(tile - own_tiles, 0)
+    place, pid_n = swizzle(tl.maximum(tile - own_tiles, 0), tiles_m * (ranks - 1), tiles_n, group_m)
     chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
-    per_chunk = chunk_tiles * tiles_n
-    chunk = tl.minimum(remote // (per_chunk * (ranks - 1)), chunks - 1)
+    # place: number of the tile row in the order of arrival
+    per_chunk = chunk_tiles * (ranks - 1)
+    chunk = tl.minimum(place // per_chunk, chunks - 1)
     # The last chunk of a shard may have fewer tile rows.
     height = tl.minimum(tiles_m - chunk * chunk_tiles, chunk_tiles)
-    within = remote - chunk * per_chunk * (ranks - 1)
-    step = within // (height * tiles_n) + 1
-    within = within % (height * tiles_n)
+    within = place - chunk * per_chunk
+    step = within // height + 1
     is_own = tile < own_tiles
     return (
         tl.where(is_own, me, (me + ranks - step) % ranks),
         tl.where(is_own, own_m, chunk * chunk_tiles + within % height),
-        tl.where(is_own, own_n, within // height),
+        tl.where(is_own, own_n, pid_n),
     )
 
 
