@@ -14,7 +14,7 @@ from tdkernels.autotune.problem import Problem, slug
 from tdkernels.autotune.tunable import tunable, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPERATORS = ("gemm_rs",)  # the model is too pessimistic for the chunks of ag_gemm
+OPERATORS = ("gemm_rs",)  # the model does not know how many programs that push are too many for a link
 _TRANSPORTS = "forward", "direct"
 
 

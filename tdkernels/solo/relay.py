@@ -33,10 +33,12 @@ def relay_kernel(
     """Deliver the signals that rank 0 sets at its peers in one call to itself, as the signals of its mirror images.
 
     Signal i of source 0 at peer q is delivered as signal i of source RANKS - q. Each of them takes ``picoseconds`` of
-    the link, and the link transfers one at a time. It begins with a signal when the signal is set, or, if SIGNALS_LAST,
-    when it is free: the data that the signal announces has been on its way since the call began. The kernel ends when it has delivered all, if the rank has failed,
-    or after ``limit`` scans. Then it counts the call in the word at ``calls_ptr``: the epoch may already have been
-    advanced by the call when this kernel begins. The next word holds the number of the call that has a relay.
+    the link, and the link transfers one at a time. It begins with a signal when the signal is set. If SIGNALS_LAST, it
+    begins when it is free: the data that the signal announces has been on its way since the call began.
+
+    The kernel ends when it has delivered all, if the rank has failed, or after ``limit`` scans. Then it counts the call
+    in the word at ``calls_ptr``: the epoch may already have been advanced by the call when this kernel begins. The next
+    word holds the number of the call that has a relay.
     """
     PEERS: tl.constexpr = RANKS - 1
     epoch = tl.load(calls_ptr) + 1
@@ -77,7 +79,7 @@ def relay_kernel(
 
 @functools.cache
 def _stream(device):
-    """Return the stream of all relays. torch has 32 streams: with one per plan, a later plan would get the current one."""
+    """Return the stream of all relays. torch has 32 streams: with one per plan, one would soon be the current one."""
     return torch.cuda.Stream(device)
 
 

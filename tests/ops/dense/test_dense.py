@@ -231,7 +231,8 @@ def test_one_rank_matches_linear(dtype, operator):
     ("gemm_ar", 2, (128, 57344, 4096), 128, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
     ("gemm_rs", 2, (256, 10240, 4096), 128, "one_shot"), ("gemm_ar", 2, (512, 10240, 4096), 128, "one_shot"),
     ("gemm_rs", 2, (256, 4096, 2048), 128, "one_shot"), ("gemm_rs", 2, (512, 4096, 7168), 256, "one_shot"),
-    ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "forward"),
+    ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "direct"),
+    ("gemm_rs", 4, (2048, 8192, 7161), 256, "forward"), ("gemm_rs", 16, (2048, 8192, 7168), 256, "forward"),
     ("gemm_ar", 4, (2048, 4096, 1024), 128, "two_shot"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "two_shot"),
 ])
 def test_default_tiles_on_hopper(operator, world_size, sizes, columns, exchange, monkeypatch):
