@@ -15,7 +15,8 @@ The floor is the longer of the GEMM alone (cuBLAS) and the bytes on the wire at 
 transfers one chunk at a time: of `gemm_rs` from its signal on, of `ag_gemm` from the beginning of the call on. The
 model has no back pressure: programs that push are as fast as the memory. Copies of the copy engine take memory
 bandwidth and an SM here, so its times are too long for large shards. Times also include what the model's own kernels
-add, which was not measured (expected: 2 to 5 µs). [Compared with two real GPUs](../../docs/performance/notes/solo.md#model-and-real-runs).
+add, which was not measured (expected: 2 to 5 µs).
+[Compared with two real GPUs](../../docs/performance/notes/solo.md#model-and-real-runs).
 """
 _TITLE = "### {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"
 _HEAD = [
