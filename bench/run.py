@@ -4,8 +4,6 @@ Each measurement is appended as a row to DIR/<gpu>x<number>/<op>.jsonl. With too
 CPU ranks, whose times are meaningless and are not written.
 """
 
-import contextlib
-import datetime
 import json
 import os
 import re
@@ -23,6 +21,7 @@ from bench.attention import ag_attention, flash_decode, ulysses  # noqa: E402
 from bench.attention import shapes as sequence_shapes  # noqa: E402
 from bench.collectives import cases as collectives  # noqa: E402
 from bench.core import harness, measure  # noqa: E402
+from bench.core.each_case import measure_all  # noqa: E402
 from bench.dense import solo  # noqa: E402
 from bench.dense.operators import OPERATORS, Case  # noqa: E402
 from bench.dense.peers import PEERS  # noqa: E402
@@ -30,7 +29,7 @@ from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_toke
 from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, tp_moe  # noqa: E402
 from bench.report import main as report  # noqa: E402
 from tdkernels.cli.output import console  # noqa: E402
-from tdkernels.launch import RankError, RankPool  # noqa: E402
+from tdkernels.launch import RankPool  # noqa: E402
 from tdkernels.solo import why_not_solo  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -121,9 +120,9 @@ def main(options):
         ),
         *_supported(ulysses.cases(_of_module(sequences, ulysses), lengths, ranks, options.backward)),
     ]
-    if options.solo is not None:
-        return _solo(options, cases, plan, None if rehearsal else folder)
     deadline = None if options.seconds is None else began + options.seconds
+    if options.solo is not None:
+        return _solo(options, cases, plan, None if rehearsal else folder, deadline)
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
         rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder, deadline)
     _print_tables(rows, ranks)
@@ -136,11 +135,11 @@ def main(options):
     return 1 if failures else 0
 
 
-def _solo(options, cases, plan, folder):
+def _solo(options, cases, plan, folder, deadline):
     """Measure in solo mode. Return the exit code."""
     common = {"rounds": plan.rounds, "git": revision(), "num_gpus": 1}
     keep = None if folder is None else lambda rows: _append(rows, folder, "solo")
-    rows, failures = solo.main(cases, options.solo, options.link, plan, keep, common)
+    rows, failures = solo.main(cases, options.solo, options.link, plan, keep, common, deadline)
     print("Solo mode: one GPU acted as one of the ranks. No byte crossed a link.")
     if folder is None:
         print(_WARNING.format("a CPU rank"))
@@ -290,40 +289,14 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
     link_gbps = pool.run(harness.link_rate)[0]
     if link_gbps:
         print(f"{machine['num_gpus']} x {machine['gpu']}, link rate {link_gbps:.0f} GB/s per direction", flush=True)
-    common = {**machine, "rounds": plan.rounds, "git": revision()}
-    rows, failures = [], []
-    for number, case in enumerate(cases):
-        if deadline is not None and time.monotonic() > deadline:
-            left = len(cases) - number
-            print(f"time limit reached: {left} of {len(cases)} cases are skipped, from {case} on", flush=True)
-            break
+
+    def rows_of(case):
         module = _MODULES[type(case)]
-        try:
-            with _status(f"case {number + 1} of {len(cases)}: {case}"):
-                found = pool.run(module.measure, case, plan)[0]
-        except RankError as err:
-            failures.append(f"{case}: {err}")
-            print(failures[-1], file=sys.stderr, flush=True)
-            if not pool.usable:
-                break
-            continue
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        new = [{**row, **common, "date": date} for row in module.rows(case, found, link_gbps)]
-        rows += new
-        if folder is not None:
-            _append(new, folder)
-        print(f"{case}: {_summary(new)} ms", flush=True)
-    return rows, failures
+        return module.rows(case, pool.run(module.measure, case, plan)[0], link_gbps)
 
-
-def _status(text):
-    """Return a context manager that shows a line while a case runs, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        return contextlib.nullcontext()
-    try:
-        return console(stderr=True).status(text)
-    except ImportError:  # rich is optional
-        return contextlib.nullcontext()
+    common = {**machine, "rounds": plan.rounds, "git": revision()}
+    keep = None if folder is None else lambda rows: _append(rows, folder)
+    return measure_all(pool, cases, rows_of, common, keep, lambda rows: f"{_summary(rows)} ms", deadline)
 
 
 def _append(rows, folder, name=None):

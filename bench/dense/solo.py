@@ -5,28 +5,27 @@ from those of real runs: no byte crosses a link. Times are of calls in CUDA grap
 kernel, and in eager mode its launch would take as long as the call.
 """
 
-import datetime
 import json
 import re
-import sys
 
 import torch
 import torch.nn.functional as F
 
 import tdkernels
 from bench.core import graphs, harness
+from bench.core.each_case import measure_all
 from bench.core.measure import default_config, input_sets, overridden
 from bench.dense.operators import DTYPE
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.tunable import tunable
-from tdkernels.launch import RankError, RankPool, rank_device
+from tdkernels.launch import RankPool, rank_device
 from tdkernels.solo import enter_solo_mode
 
 FLOOR_GBPS = 390.0  # of the wire in a row without a link: the most that a pair of H200 reached in each direction
 _BEST = 3  # configs of each kind that are timed, by the cost model
 
 
-def main(cases, ranks, link_gbps, plan, keep, common):
+def main(cases, ranks, link_gbps, plan, keep, common, deadline=None):
     """Measure cases in a process that acts as one of ``ranks`` ranks; return (rows, failures).
 
     Args:
@@ -34,29 +33,18 @@ def main(cases, ranks, link_gbps, plan, keep, common):
         ranks: number of ranks, W.
         link_gbps: GB/s at which this rank receives, or None for a link that is infinitely fast.
         plan: a measure.Plan.
-        keep: function of the rows of a case, or None.
+        keep: as for ``measure_all``.
         common: fields of all rows.
+        deadline: as for ``measure_all``.
     """
-    found, failures = [], []
     with RankPool(1, "cuda" if torch.cuda.is_available() else "cpu", timeout_s=300.0) as pool:
-        machine = pool.run(harness.machine)[0]
+        common = {**pool.run(harness.machine)[0], **common}
         pool.run(enter_solo_mode, ranks, link_gbps and link_gbps * 1e9)
-        for case in cases:
-            try:
-                measured = pool.run(measure, case, plan)[0]
-            except RankError as err:
-                failures.append(f"{case}: {err}")
-                print(failures[-1], file=sys.stderr, flush=True)
-                if not pool.usable:
-                    break
-                continue
-            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            new = [{**row, **machine, **common, "date": date} for row in rows(case, measured, link_gbps)]
-            found += new
-            if keep is not None:
-                keep(new)
-            print(f"{case}: {_summary(new)}", flush=True)
-    return found, failures
+
+        def rows_of(case):
+            return rows(case, pool.run(measure, case, plan)[0], link_gbps)
+
+        return measure_all(pool, cases, rows_of, common, keep, _summary, deadline)
 
 
 @harness.measurement

@@ -85,6 +85,13 @@ def test_bench_rehearses_on_the_cpu():
     assert "No byte crossed a link." in run.stdout and "nothing is written" in lines[-1]
 
 
+def test_bench_starts_no_case_after_the_time_limit():
+    run = bench("ag_gemm", "--solo", "4", "--shapes", "256x128x128", "--seconds", "0.001")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "time limit reached: 1 of 1 cases are skipped, from ag_gemm 256x128x128 on" in run.stdout
+    assert "No byte crossed a link." in run.stdout
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["gemm_ar", "--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
     (["--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
