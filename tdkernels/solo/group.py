@@ -71,8 +71,8 @@ def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessG
         raise ValueError(f"link_rate must be positive, not {link_rate}")
     if dist.is_initialized():
         raise RuntimeError("solo mode needs a process of its own, without torch.distributed.init_process_group")
-    gpu.spare_sms = 1  # for the relay, and for copies within the GPU, which are kernels
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    gpu.spare_sms = 1  # for the relay, and for copies within the GPU, which may be kernels
     group = dist.group.WORLD
     assert group is not None
     states[group] = state = SoloState(group)

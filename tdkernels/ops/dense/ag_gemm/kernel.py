@@ -31,9 +31,9 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     """
     own_tiles = tiles_m * tiles_n
     own_m, own_n = swizzle(tile % own_tiles, tiles_m, tiles_n, group_m)
+    # place: number of the tile row in the order of arrival
     place, pid_n = swizzle(tl.maximum(tile - own_tiles, 0), tiles_m * (ranks - 1), tiles_n, group_m)
     chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
-    # place: number of the tile row in the order of arrival
     per_chunk = chunk_tiles * (ranks - 1)
     chunk = tl.minimum(place // per_chunk, chunks - 1)
     # The last chunk of a shard may have fewer tile rows.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
-_DIRECT_STAGES = 3  # of large tiles; leaves shared memory for a tile that is being sent
+DIRECT_LARGE = replace(LARGE, num_stages=3)  # leaves shared memory for a tile that is being sent
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def default_config(
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     if _sends_directly(tiles, n, k, dtype, device, world_size):
-        return GemmRsConfig(tiles=replace(tiles, num_stages=_DIRECT_STAGES), transport="direct")
+        return GemmRsConfig(tiles=DIRECT_LARGE, transport="direct")
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 

@@ -26,7 +26,7 @@ def _direct_tiles(device, dtype):
     if device.type == "cpu" or dtype.itemsize > 2 or not gpu.has_tma(device):
         return dense.tile_space(device, dtype)
     return [
-        Tiles(128, 256, 64, num_warps=8, num_stages=3),
+        gemm_rs_config.DIRECT_LARGE,
         Tiles(256, 128, 64, num_warps=8, num_stages=3),
         Tiles(128, 128, 64, num_warps=8, num_stages=4),
         Tiles(64, 128, 64, num_warps=4, num_stages=5),
