@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import add_product, as_aligned, store_rows, swizzle
-from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES, INTERLEAVED, swiglu
+from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES, INTERLEAVED, NONE, swiglu
 from tdkernels.ops.experts.grouped_gemm.tile import (
     group_of,
     grouped_tile,
@@ -65,7 +65,10 @@ def group_gemm_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
-    for tile in range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0)):
+    # Flattened: the first loads of a tile are in flight while the tile before is stored. Not with SwiGLU: flattened
+    # loops with two accumulators took 1.1 to 1.6 times as long (H100). Without TMA it was not measured.
+    FLAT: tl.constexpr = PRODUCT.use_tma and PRODUCT.activation == NONE
+    for tile in tl.range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0), flatten=FLAT):
         expert, begin, end, row, pid_n = tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS, BLOCK_M)
         col = pid_n * BLOCK_N
         offs_m = row + tl.arange(0, BLOCK_M)

@@ -10,8 +10,8 @@ from tdkernels import lang as td
 from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
 
 ACTIVATIONS = (None, "swiglu", "swiglu_interleaved")
-HALVES, INTERLEAVED = tl.constexpr(1), tl.constexpr(2)
-NUMBERS = {None: 0, "swiglu": HALVES.value, "swiglu_interleaved": INTERLEAVED.value}
+NONE, HALVES, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NUMBERS = {None: NONE.value, "swiglu": HALVES.value, "swiglu_interleaved": INTERLEAVED.value}
 
 _COLUMNS = 512
 
