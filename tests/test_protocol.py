@@ -47,6 +47,7 @@ VARIANTS = [
     ("gemm_rs", ONE_SHOT_TRANSPORT),
     ("gemm_rs", PIPELINED),
     ("gemm_ar", TWO_SHOT),
+    ("gemm_ar", TWO_SHOT | DIRECT),
     ("gemm_ar", ONE_SHOT),
 ]
 each_variant = pytest.mark.parametrize("operator, changes", VARIANTS, ids=str)
@@ -91,6 +92,7 @@ CALLS = [
     ("ag_gemm", FP16, (9, 70, 3), COPY_ENGINE),
     ("gemm_ar", BF16, (5, 3, 7), TWO_SHOT),
     ("gemm_ar", FP32, (9, 70, 33), ONE_SHOT),
+    ("gemm_ar", BF16, (66, 70, 20), TWO_SHOT | DIRECT),
     ("gemm_rs", BF16, (66, 70, 20), {}),
     ("gemm_rs", FP16, (1, 5, 9), {"item_tiles": 1}),
     ("gemm_ar", FP16, (140, 70, 20), {**TWO_SHOT, "item_tiles": 1}),
@@ -102,6 +104,7 @@ CALLS = [
     ("gemm_rs", BF16, (70, 33, 40), PIPELINED),
     ("ag_gemm", BF16, (70, 33, 40), PIPELINED),
     ("gemm_ar", FP32, (70, 33, 40), TWO_SHOT),
+    ("gemm_ar", FP16, (9, 70, 33), TWO_SHOT | DIRECT),
     ("gemm_ar", FP16, (66, 20, 7), ONE_SHOT),
 ]
 

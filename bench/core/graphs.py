@@ -59,11 +59,11 @@ def capture(call, input_sets, references, calls=_CALLS):
     return captured[0], None
 
 
-def capture_all(calls, input_sets, references, unchecked):
+def capture_all(calls, input_sets, references, unchecked, calls_per_graph=_CALLS):
     """Capture each of ``calls``. Return ({name: Captured}, {name: reason}). Names in ``unchecked`` are not checked."""
     captured, reasons = {}, {}
     for name, call in calls.items():
-        graph, reason = capture(call, input_sets, None if name in unchecked else references)
+        graph, reason = capture(call, input_sets, None if name in unchecked else references, calls_per_graph)
         if reason is None:
             captured[name] = graph
         else:

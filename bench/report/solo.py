@@ -57,7 +57,7 @@ def _table(place, runs):
         name = operator if direction == "forward" else f"{operator} backward"
         best = _fastest(run)
         factors.setdefault(name, []).append(best["over_floor"])
-        gemm, selected = run["gemm"], run["tdkernels"]
+        gemm, selected = run["gemm"], run.get("tdkernels", {"ms": None})
         lines.append([
             name, f"{m} × {n} × {k}", ms(gemm["ms"]), ms(gemm["wire_ms"]), ms(selected["ms"]), ms(best["ms"]),
             share(best["over_floor"]), config_in_short(best["config"]), _others(run, best),

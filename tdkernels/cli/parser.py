@@ -187,7 +187,7 @@ def _bench(parser):
     parser.add_argument("--nproc", "--tp", type=int, metavar="W", help="number of ranks (default: the number of GPUs)")
     parser.add_argument(
         "--solo", type=int, metavar="W",
-        help="ag_gemm and gemm_rs: measure one rank of W on one GPU, without the others and without a link",
+        help="ag_gemm, gemm_ar and gemm_rs: measure one rank of W on one GPU, without the others and without a link",
     )
     parser.add_argument(
         "--link", type=float, metavar="GB/s", help="with --solo: data arrives at this rate (default: at once)"
@@ -215,7 +215,8 @@ def _trace(parser):
         help="number of ranks; auto: all GPUs, or 2 processes",
     )
     parser.add_argument(
-        "--solo", type=int, metavar="W", help="ag_gemm and gemm_rs: record one rank of W on one GPU, as in bench"
+        "--solo", type=int, metavar="W",
+        help="ag_gemm, gemm_ar and gemm_rs: record one rank of W on one GPU, as in bench",
     )
     parser.add_argument("--link", type=float, metavar="GB/s", help="with --solo: data arrives at this rate")
     parser.add_argument(

@@ -9,7 +9,7 @@ from tdkernels.solo.workspace import SoloWorkspace
 from tdkernels.symm.group import GroupState, states
 from tdkernels.symm.topology import Topology
 
-OPERATORS = "ag_gemm", "gemm_rs"  # whose workspaces are supported
+OPERATORS = "ag_gemm", "gemm_ar", "gemm_rs"  # of gemm_ar, only transport "direct"
 
 
 class SoloState(GroupState):

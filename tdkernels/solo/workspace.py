@@ -10,7 +10,7 @@ from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
 # Workspaces whose data and signals consist of W equal slots.
-NAMES = "ag_gemm", "ag_gemm one shot", "gemm_rs", "gather", "scatter"
+NAMES = "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gather", "scatter"
 
 # What is sent does not have to be computed first.
 _SENT_FROM_THE_BEGINNING = "ag_gemm", "ag_gemm one shot", "gather"

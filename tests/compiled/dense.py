@@ -12,19 +12,23 @@ from tdkernels.ops.dense.ag_gemm.kernel_multinode import ag_gemm_nodes_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.ops.dense.ag_gemm.launch import num_stores
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
+from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel
+from tdkernels.ops.dense.gemm_ar.launch_direct import SPLIT as gemm_ar_split
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.ops.dense.gemm_rs.kernel_multinode import gemm_rs_nodes_kernel
-from tdkernels.ops.dense.gemm_rs.launch_direct import SPLIT, slice_elements
+from tdkernels.ops.dense.gemm_rs.launch_direct import SPLIT as gemm_rs_split
 from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
+from tdkernels.ops.dense.launch_direct import slice_elements
 from tests.compiled.targets import FP32, tiles_for, uses_tma
 from tests.support.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
 
 ROWS, N, K = 2048, 8192, 7168
 COPYING_KERNELS = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # their programs copy tiles to the peers
-GEMM_KERNELS = [*COPYING_KERNELS, gemm_rs_direct_kernel]
+DIRECT_KERNELS = [gemm_ar_direct_kernel, gemm_rs_direct_kernel]
+GEMM_KERNELS = [*COPYING_KERNELS, *DIRECT_KERNELS]
 MULTINODE_KERNELS = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # they also use the network
 ONE_SHOT_KERNELS = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
 
@@ -66,12 +70,13 @@ def compile_gemm(
         args += [rows, n, k, stride, 33, 6, 7, 8, 9, PLAN, 4, 8]
         multinode = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
         constants = {"SLICE_N": slice_columns(tiles), **multinode, **constants}
-    elif kernel is gemm_rs_direct_kernel:
+    elif kernel in DIRECT_KERNELS:
         tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
+        split = gemm_ar_split if kernel is gemm_ar_direct_kernel else gemm_rs_split
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, *[sent] * 4, *[None] * 4]
-        args += [rows, n, k, stride, PLAN, 8, 128, 33]
-        constants = {"SLICE": slice_elements(tiles, dtype, 4), "SPLIT": SPLIT, "RANKS": 4, **constants}
+        args += [rows, n, k, stride, PLAN, 8, 128, *([33] if kernel is gemm_rs_direct_kernel else [])]
+        constants = {"SLICE": slice_elements(tiles, dtype, 4, split), "SPLIT": split, "RANKS": 4, **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]

@@ -20,6 +20,7 @@ CONFIGS = {
     "gemm_rs one shot": tdkernels.GemmRsConfig(transport="one_shot", split_k=2),
     "gemm_rs direct": tdkernels.GemmRsConfig(transport="direct"),
     "gemm_ar": tdkernels.GemmArConfig(exchange="two_shot"),
+    "gemm_ar direct": tdkernels.GemmArConfig(exchange="two_shot", transport="direct"),
     "gemm_ar one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),
 }
 

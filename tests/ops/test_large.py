@@ -103,6 +103,8 @@ def gemm_ar_is_exact(rows, n, k, exchange):
         dz = torch.randint(-1, 2, (rows, n), device=device(), generator=shared_rng).to(BF16)
         if exchange == "one_shot":
             config = tdkernels.GemmArConfig(exchange=exchange, split_k=1 + repeat % 3)
+        elif exchange == "direct":
+            config = tdkernels.GemmArConfig(transport="direct", num_comm_sms=8 * (repeat % 3))
         else:
             config = tdkernels.GemmArConfig(exchange=exchange, item_tiles=1 + repeat % 3)
         poison_and_skew(repeat)
@@ -212,6 +214,9 @@ def test_gemm_rs(world_size, transport, shape):
         ("two_shot", (1024, 4096, 1024)),
         ("two_shot", (2048, 16384, 512)),
         ("two_shot", (777, 520, 1032)),
+        ("direct", (1024, 4096, 1024)),
+        ("direct", (2048, 16384, 512)),
+        ("direct", (777, 520, 1032)),
         ("one_shot", (1, 16384, 2048)),
         ("one_shot", (64, 8192, 1024)),
         ("one_shot", (777, 520, 1032)),

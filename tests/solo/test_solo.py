@@ -10,7 +10,7 @@ from tests.support.programs import environment
 PROGRAM = """
 import pytest, torch
 import tdkernels
-from tdkernels import AgGemmConfig, GemmRsConfig
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig
 from tdkernels.solo import solo_group
 
 RANKS = 4
@@ -40,8 +40,13 @@ for m, n, k in sizes * 2:  # each plan again, after others have used the same wo
     for config in (GemmRsConfig(), GemmRsConfig(transport="direct"), GemmRsConfig(method="parts")):
         for z in later_results(lambda: tdkernels.gemm_rs(x, weight, config=config)):
             torch.testing.assert_close(z, summed, rtol=1.6e-2, atol=2e-2)
+    x, weight = x[:32].repeat(m // 32, 1), weight[:32].repeat(n // 32, 1)  # so that all tiles are equal
+    added = (RANKS * torch.nn.functional.linear(x, weight).float()).to(x.dtype)
+    for config in (GemmArConfig(transport="direct"), GemmArConfig(transport="direct", num_comm_sms=2)):
+        for z in later_results(lambda: tdkernels.gemm_ar(x, weight, config=config)):
+            torch.testing.assert_close(z, added, rtol=1.6e-2, atol=4e-2)
 with pytest.raises(NotImplementedError, match="gemm_ar: not in solo mode"):
-    tdkernels.gemm_ar(x, weight)
+    tdkernels.gemm_ar(x, weight, config=GemmArConfig())
 with pytest.raises(ValueError, match="solo mode needs 4 equal slots of at least .* bytes, not 2048 bytes"):
     tdkernels.ag_gemm(x[:16, :16], weight[:, :16], config=AgGemmConfig())
 tdkernels.synchronize()
@@ -74,14 +79,16 @@ def bench(*arguments):
 
 
 def test_bench_rehearses_on_the_cpu():
-    run = bench("ag_gemm", "gemm_rs", "--solo", "4", "--link", "390", "--shapes", "256x128x128", "--backward",
-                "--config", '{"transport": "direct"}')
+    run = bench("ag_gemm", "gemm_rs", "gemm_ar", "--solo", "4", "--link", "390", "--shapes", "256x256x128",
+                "--backward", "--config", '{"transport": "direct"}')
     assert run.returncode == 0, run.stderr[-2000:]
     lines = run.stdout.splitlines()
     for case in ("ag_gemm 256", "ag_gemm backward 256", "gemm_rs 256", "gemm_rs backward 256"):
         (line,) = [line for line in lines if line.startswith(case)]
         assert "gemm " in line and "tdkernels " in line
-        assert ('{"transport": "direct"}' in line) == case.startswith("gemm_rs 256")
+        assert ('{"transport": "direct"}' in line) == (case == "gemm_rs 256")
+    (line,) = [line for line in lines if line.startswith("gemm_ar 256")]
+    assert "gemm " in line and '{"transport": "direct"}' in line and "tdkernels " not in line  # selects "forward"
     assert "No byte crossed a link." in run.stdout and "nothing is written" in lines[-1]
 
 
@@ -93,8 +100,8 @@ def test_bench_starts_no_case_after_the_time_limit():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["gemm_ar", "--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
-    (["--solo", "4"], "--solo supports ag_gemm, gemm_rs, not gemm_ar"),
+    (["all_gather", "--solo", "4"], "--solo supports ag_gemm, gemm_ar, gemm_rs, not all_gather"),
+    (["gemm_rs", "all_reduce", "--solo", "4"], "--solo supports ag_gemm, gemm_ar, gemm_rs, not all_reduce"),
     (["ag_gemm", "--solo", "1"], "--solo must be at least 2 ranks, not 1"),
     (["ag_gemm", "--solo", "4", "--link", "0"], "--link must be more than 0 GB/s, not 0"),
     (["ag_gemm", "--link", "390"], "--link is for --solo"),
@@ -117,5 +124,5 @@ def test_trace_records_the_only_rank(tmp_path, capsys):
     trace = load(file)
     assert "one of 4 ranks in solo mode" in trace.title and len(trace.ranks) == 1
     assert {i.peer for i in trace.ranks[0] if i.kind == "pushes"} == {1, 2, 3}
-    assert main(["trace", "gemm_ar", "--solo", "4", "--shape", "512x256x128"]) == 2
-    assert "--solo supports ag_gemm, gemm_rs, not gemm_ar" in capsys.readouterr().err
+    assert main(["trace", "ulysses_qkv", "--solo", "4", "--shape", "512x256x128"]) == 2
+    assert "--solo supports ag_gemm, gemm_ar, gemm_rs, not ulysses_qkv" in capsys.readouterr().err

@@ -16,6 +16,7 @@ VARIANTS = {
     "reduce-scatter": ("gemm_rs", {}, (130, -140, 16)),
     "reduce-scatter, direct": ("gemm_rs", {"transport": "direct"}, (130, -140, 16)),
     "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
+    "two shot, direct": ("gemm_ar", {"exchange": "two_shot", "transport": "direct"}, (-130, -140, 16)),
     "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
     "one shot reduce-scatter": ("gemm_rs", {"transport": "one_shot"}, (9, -140, 64)),
     "one shot all-gather": ("ag_gemm", {"transport": "one_shot", "split_k": 2, "num_comm_sms": 2}, (9, 140, -64)),

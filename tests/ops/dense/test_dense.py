@@ -62,6 +62,9 @@ CONFIGS = {
         "items longer than the output": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
         "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
         "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+        "direct": {"transport": "direct"},
+        "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
+        "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 2},
         "one shot": ONE_SHOT_EXCHANGE,
         "one shot, small tiles, 2 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
         "one shot, 3 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(32, 64, 16), "split_k": 3},
@@ -79,7 +82,7 @@ TIMING_SENSITIVE = {
         "default", "small tiles, sent one by one", "direct, small tiles", "parts, in three pieces",
         "one shot, 3 K splits",
     ],
-    "gemm_ar": ["default", "small tiles, sent one by one", "one shot, 3 K splits"],
+    "gemm_ar": ["default", "small tiles, sent one by one", "direct, small tiles", "one shot, 3 K splits"],
 }
 
 PIPELINED = [(name, {"method": "parts", "pieces": 2}) for name in ("ag_gemm", "gemm_rs")]
@@ -225,7 +228,7 @@ def test_one_rank_matches_linear(dtype, operator):
 
 
 # The best configs that the tuner found on H200 for similar shapes.
-@pytest.mark.parametrize("operator, world_size, sizes, columns, exchange", [
+@pytest.mark.parametrize("operator, world_size, sizes, columns, transport", [
     ("ag_gemm", 2, (256, 4096, 28672), 128, "push"), ("ag_gemm", 4, (2048, 2560, 8192), 256, "push"),
     ("ag_gemm", 2, (128, 14336, 4096), 256, "one_shot"), ("ag_gemm", 2, (128, 5120, 8192), 128, "one_shot"),
     ("gemm_ar", 2, (128, 57344, 4096), 128, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
@@ -233,12 +236,13 @@ def test_one_rank_matches_linear(dtype, operator):
     ("gemm_rs", 2, (256, 4096, 2048), 128, "one_shot"), ("gemm_rs", 2, (512, 4096, 7168), 256, "one_shot"),
     ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "direct"),
     ("gemm_rs", 4, (2048, 8192, 7161), 256, "forward"), ("gemm_rs", 16, (2048, 8192, 7168), 256, "forward"),
-    ("gemm_ar", 4, (2048, 4096, 1024), 128, "two_shot"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "two_shot"),
+    ("gemm_ar", 4, (2048, 4096, 1024), 128, "forward"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "direct"),
 ])
-def test_default_tiles_on_hopper(operator, world_size, sizes, columns, exchange, monkeypatch):
+def test_default_tiles_on_hopper(operator, world_size, sizes, columns, transport, monkeypatch):
     """``sizes`` are rows (of the shard; of all ranks for gemm_ar), n and k per rank."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     config = tunable(operator).config_module.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
-    found = config.tiles.block_m, config.tiles.block_n, getattr(config, "transport", None) or config.exchange
-    assert found == (128, columns, exchange)
+    is_one_shot = getattr(config, "exchange", config.transport) == "one_shot"
+    found = config.tiles.block_m, config.tiles.block_n, "one_shot" if is_one_shot else config.transport
+    assert found == (128, columns, transport)

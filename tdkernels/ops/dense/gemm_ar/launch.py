@@ -11,7 +11,7 @@ from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
-from tdkernels.ops.dense.gemm_ar import launch_multinode
+from tdkernels.ops.dense.gemm_ar import launch_direct, launch_multinode
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.rounding import cdiv
@@ -85,6 +85,8 @@ def compile(
         launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     elif config.exchange == "one_shot":
         dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=False)
+    elif config.transport == "direct":
+        launch_direct.compile(x, weight, bias, world_size, config)
     else:
         x = gemm_operands.rows_contiguous(x)
         ctx = torch.empty(1, dtype=torch.int64, device=x.device)
@@ -113,7 +115,11 @@ def bind(
 
 def _workspace(x, group, config):
     across = spans_nodes(group)
-    name = "gemm_ar one shot" if config.exchange == "one_shot" and not across else "gemm_ar"
+    name = "gemm_ar"
+    if not across and config.exchange == "one_shot":
+        name = "gemm_ar one shot"
+    elif not across and config.transport == "direct":
+        name = "gemm_ar direct"
     return get_workspace(group, x.device, name, across_nodes=across)
 
 
@@ -124,6 +130,8 @@ def _prepare(workspace, x, weight, bias, config):
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.exchange == "one_shot":
         return dense_launch_one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, scatters=False)
+    if config.transport == "direct":
+        return launch_direct.prepare(workspace, x, weight, bias, config, fields)
     m, n = x.shape[0], weight.shape[0]
     world_size = workspace.world_size
     tiles = config.tiles

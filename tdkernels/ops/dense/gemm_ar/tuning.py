@@ -7,6 +7,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.dense import launch_direct, tuning_direct
 from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.ops.dense.gemm_ar import launch, op
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
 
 _PROGRAMS = 64  # programs that send concurrently: enough for the link
+_COMM_SMS = 0, 8, 16, 24  # of transport "direct"
 _ONE_SHOT_MOST_ROWS = 1024  # with more rows, the transfers of "one_shot" alone take far longer than "two_shot"
 
 
@@ -44,6 +46,11 @@ class GemmArTunable(dense.DenseTunable):
             tiles_of_z = tiles.count(m, n)
             for item_tiles in sorted({min(item, tiles_of_z) for item in (1, 2, 4, 8)}):
                 configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
+        if problem.num_nodes == 1 and problem.world_size <= launch_direct.MAX_RANKS:
+            configs += [
+                GemmArConfig(tiles=tiles, transport="direct", num_comm_sms=sms)
+                for tiles in tuning_direct.candidate_tiles(device, problem.torch_dtype) for sms in _COMM_SMS
+            ]
         if m <= _ONE_SHOT_MOST_ROWS:
             for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device):
                 splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # no split-K on several nodes
@@ -61,9 +68,13 @@ class GemmArTunable(dense.DenseTunable):
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             summing = (ranks + 1) * nbytes / hardware.memory
             return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + dense.SIGNAL_S)
+        wire = self.floors(problem).wire_bytes / rate
+        if config.transport == "direct":
+            sms = max(hardware.num_sms - config.num_comm_sms, 1)
+            product, tile = dense.product_s(m, n, k, dtype, tiles, sms, hardware)
+            return 1e3 * (max(product, wire) + 2 * tile + 2 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
-        wire = self.floors(problem).wire_bytes / rate
         return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
 
     def floors(self, problem: "Problem") -> Floors:
@@ -74,7 +85,7 @@ class GemmArTunable(dense.DenseTunable):
 
     def compiled(self, config: GemmArConfig) -> tuple | None:
         same = super().compiled(config)
-        return same and (*same, config.exchange, config.split_k > 1)
+        return same and (*same, config.exchange, config.transport, config.split_k > 1)
 
 
 register(GemmArTunable())

@@ -21,35 +21,14 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
+from tdkernels.ops.dense.direct import announce_last, send_partial, sum_of_slices
 
 
 @td.jit
-def _tile_of(piece, me, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
-    """Return (step, tile, tile row, tile column) of a work item of the GEMM. The owner is rank + 1 + step."""
-    tile = piece // RANKS
+def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
+    """Return (row, column) of a tile of a shard."""
     # A bundle has RANKS tile rows, so a group has ``group_m`` tile rows in all.
-    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
-    return piece % RANKS, tile, pid_m, pid_n
-
-
-@td.jit
-def _descriptor_of(step, descs, RANKS: tl.constexpr):
-    """Return descriptor number ``step``. The compiler turns the branches into selections of an address."""
-    found = descs[0]
-    for other in tl.static_range(1, RANKS):
-        if step == other:
-            found = descs[other]
-    return found
-
-
-@td.jit
-def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr):
-    """Wait until the tile of work item ``piece`` is in its owner's memory, and set its signal there."""
-    if BY_ENGINE:
-        td.await_tma_stores()
-    # waiter: the owner's program that adds the partials of this tile
-    word = td.signal_at(ctx, half, me * tiles + piece // RANKS)
-    td.notify(ctx, word, (me + 1 + piece % RANKS) % RANKS, signal)
+    return swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
 
 
 @td.jit
@@ -66,10 +45,7 @@ def _add_partials(
     ROWS: tl.constexpr = SLICE // BLOCK_N
     offs_n = col + tl.arange(0, BLOCK_N)
     for start in tl.range(first, end, SLICE, num_stages=4):
-        total = tl.full((SLICE,), 0.0, tl.float32)
-        for source in tl.static_range(0, RANKS):
-            pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
-            total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
+        total = sum_of_slices(parts, part_bytes, start, DTYPE, SLICE, RANKS)
         z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
         offs_m = row + start // BLOCK_N + tl.arange(0, ROWS)
         mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
@@ -101,6 +77,7 @@ def gemm_rs_direct_kernel(
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     BY_ENGINE: tl.constexpr = desc1 is not None
+    descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
@@ -115,8 +92,8 @@ def gemm_rs_direct_kernel(
         for piece in tl.range(first, last, num_gemm, flatten=trace_ptr is None):
             trace = (trace_ptr, piece)
             td.mark(trace, "starts")
-            step, tile, pid_m, pid_n = _tile_of(piece, me, tiles_m, tiles_n, group_m, RANKS)
-            owner = (me + 1 + step) % RANKS
+            pid_m, pid_n = _place_of(piece // RANKS, tiles_m, tiles_n, group_m, RANKS)
+            owner = (me + 1 + piece % RANKS) % RANKS
             td.mark(trace, "multiplies", owner)
             acc = gemm_tile(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + pid_m * BLOCK_M,
@@ -127,24 +104,10 @@ def gemm_rs_direct_kernel(
                 td.mark(trace, "stores")
             else:
                 td.mark(trace, "pushes", owner)
-            slot = me * tiles + tile
-            if BY_ENGINE:
-                # A branch around the announcement would prevent flattening. Signal 0 sets nothing.
-                value = tl.where(piece == first, 0, signal)
-                _announce(ctx, tl.maximum(piece - num_gemm, 0), tiles, half, value, me, RANKS, True)
-                desc = _descriptor_of(step, (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8), RANKS)
-                desc.store([half, slot * BLOCK_M, 0], partial.reshape(1, BLOCK_M, BLOCK_N))
-            else:
-                dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * PRODUCT.elem_bytes)
-                offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(td.pointer_to(dst, DTYPE) + offs, partial)
-                _announce(ctx, piece, tiles, half, signal, me, RANKS, False)
+            send_partial(ctx, partial, piece, first, num_gemm, tiles, half, signal, me, descs, RANKS, BY_ENGINE)
             td.mark(trace, "finishes")
             td.mark(trace, "ends")
-        if BY_ENGINE:
-            if first < last:
-                final = first + (last - 1 - first) // num_gemm * num_gemm
-                _announce(ctx, final, tiles, half, signal, me, RANKS, True)
+        announce_last(ctx, first, last, num_gemm, tiles, half, signal, me, RANKS, BY_ENGINE)
     else:
         items = whole + (tiles - whole) * SPLIT
         item = td.await_work_item(td.take_first_ticket(ctx, signal))
@@ -156,7 +119,7 @@ def gemm_rs_direct_kernel(
             tile = tl.minimum(item, whole) + part // SPLIT
             begin = tl.where(item < whole, 0, part % SPLIT * (TILE // SPLIT))
             end = tl.where(item < whole, TILE, begin + TILE // SPLIT)
-            _, _, pid_m, pid_n = _tile_of(tile * RANKS, me, tiles_m, tiles_n, group_m, RANKS)
+            pid_m, pid_n = _place_of(tile, tiles_m, tiles_n, group_m, RANKS)
             td.mark(trace, "waits", ALL_PEERS)
             # producer: the program that computed the tile, on every rank
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal, WITH_OWN=True)

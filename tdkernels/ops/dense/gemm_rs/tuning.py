@@ -7,11 +7,10 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
-from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense import launch_direct, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
-from tdkernels.ops.dense.gemm_rs import launch, launch_direct, op
+from tdkernels.ops.dense.gemm_rs import launch, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
-from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
     from tdkernels.autotune.hardware import Hardware
@@ -19,18 +18,6 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 64  # programs that send concurrently: enough for the link
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; with more rows the GEMM is not a small-M GEMM
-
-
-def _direct_tiles(device, dtype):
-    """Return candidate tiles that leave shared memory for one tile that is being sent."""
-    if device.type == "cpu" or dtype.itemsize > 2 or not gpu.has_tma(device):
-        return dense.tile_space(device, dtype)
-    return [
-        gemm_rs_config.DIRECT_LARGE,
-        Tiles(256, 128, 64, num_warps=8, num_stages=3),
-        Tiles(128, 128, 64, num_warps=8, num_stages=4),
-        Tiles(64, 128, 64, num_warps=4, num_stages=5),
-    ]
 
 
 class GemmRsTunable(dense.DenseTunable):
@@ -62,7 +49,8 @@ class GemmRsTunable(dense.DenseTunable):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
         if problem.num_nodes == 1 and problem.world_size <= launch_direct.MAX_RANKS:
             configs += [
-                GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
+                GemmRsConfig(tiles=tiles, transport="direct")
+                for tiles in tuning_direct.candidate_tiles(device, problem.torch_dtype)
             ]
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)

@@ -1,0 +1,84 @@
+"""Device functions of transport "direct": each partial tile is stored at its owner when it is computed.
+
+A program that multiplies computes work items (``piece``). Item number ``piece`` belongs to bundle ``piece // W``, and
+its owner is rank + 1 + ``piece % W``: one tile for each rank, this rank's last. Signal number
+``source * per_source + bundle`` and slot number ``source * per_source + bundle`` of an owner belong to the partial of
+``source``; ``per_source`` is the number of signals of a source.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+
+
+@td.jit
+def _descriptor_of(step, descs, RANKS: tl.constexpr):
+    """Return descriptor number ``step``. The compiler turns the branches into selections of an address."""
+    found = descs[0]
+    for other in tl.static_range(1, RANKS):
+        if step == other:
+            found = descs[other]
+    return found
+
+
+@td.jit
+def _announce(ctx, piece, per_source, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr):
+    """Wait until the tile of work item ``piece`` is in its owner's memory, and set its signal there."""
+    if BY_ENGINE:
+        td.await_tma_stores()
+    # waiter: the owner's program that adds the partials of this tile
+    word = td.signal_at(ctx, half, me * per_source + piece // RANKS)
+    td.notify(ctx, word, (me + 1 + piece % RANKS) % RANKS, signal)
+
+
+@td.jit
+def send_partial(
+    ctx, partial, piece, first, num_gemm, per_source, half, signal, me, descs, RANKS: tl.constexpr,
+    BY_ENGINE: tl.constexpr,
+):
+    """Store the partial tile of a work item at its owner, row by row.
+
+    With BY_ENGINE the TMA engine sends it while the program computes its next tile, so the signal of the program's tile
+    before is set. ``first`` is the first item of the program. ``descs`` are the descriptors of the data of rank + 1,
+    rank + 2, ..., [halves, rows, BLOCK_N]; number W is this rank's.
+    """
+    BLOCK_M: tl.constexpr = partial.shape[0]
+    BLOCK_N: tl.constexpr = partial.shape[1]
+    DTYPE: tl.constexpr = partial.dtype
+    slot = me * per_source + piece // RANKS
+    if BY_ENGINE:
+        # A branch around the announcement would prevent flattening. Signal 0 sets nothing.
+        value = tl.where(piece == first, 0, signal)
+        _announce(ctx, tl.maximum(piece - num_gemm, 0), per_source, half, value, me, RANKS, True)
+        desc = _descriptor_of(piece % RANKS, descs, RANKS)
+        desc.store([half, slot * BLOCK_M, 0], partial.reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * (DTYPE.primitive_bitwidth // 8)
+        dst = td.data_at(ctx, half, (me + 1 + piece % RANKS) % RANKS) + slot.to(tl.int64) * TILE_BYTES
+        offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(td.pointer_to(dst, DTYPE) + offs, partial)
+        _announce(ctx, piece, per_source, half, signal, me, RANKS, False)
+
+
+@td.jit
+def announce_last(
+    ctx, first, last, num_gemm, per_source, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr,
+):
+    """Set the signal of a program's last tile; its items are ``first``, ``first + num_gemm``, ... below ``last``."""
+    if BY_ENGINE:
+        if first < last:
+            final = first + (last - 1 - first) // num_gemm * num_gemm
+            _announce(ctx, final, per_source, half, signal, me, RANKS, True)
+
+
+@td.jit
+def sum_of_slices(parts, part_bytes, start, DTYPE: tl.constexpr, SLICE: tl.constexpr, RANKS: tl.constexpr):
+    """Return the sum of SLICE elements of the partials of a tile from element ``start`` on, in fp32 and in rank order.
+
+    The partial of rank r is at the address ``parts + r * part_bytes``.
+    """
+    total = tl.full((SLICE,), 0.0, tl.float32)
+    for source in tl.static_range(0, RANKS):
+        pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
+        total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
+    return total

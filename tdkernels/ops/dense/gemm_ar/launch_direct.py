@@ -1,0 +1,80 @@
+"""Launch the "direct" kernel of gemm_ar, or compile it ahead of time."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.dense import launch_direct as shared
+from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
+from tdkernels.rounding import cdiv
+from tdkernels.runtime import recorder
+from tdkernels.runtime.kernel_launch import Launch, output_spec
+
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
+SPLIT = 2  # parts of a tile that are added and sent as separate work items
+
+
+def _arguments(ctx, x, weight, bias, z, descs, plan, world_size, config, num_gemm):
+    """Return the kernel's arguments and constants; ``descs``: see ``shared.descriptors``, None without TMA."""
+    tiles = config.tiles
+    m, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    descs = [] if descs is None else descs
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (shared.MAX_RANKS - len(descs)),
+        m, n, k, stride_w, plan, tiles.group_m, num_gemm,
+    )
+    slice_size = shared.slice_elements(tiles, x.dtype, world_size, SPLIT)
+    return args, {"SLICE": slice_size, "SPLIT": SPLIT, "RANKS": world_size, **constants}
+
+
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
+) -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    descs = None
+    if gemm_operands.tma_fits(x, weight):
+        descs = shared.descriptors_for_compiling(x, config.tiles, world_size)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), descs, 0, world_size, config, 1)
+    gemm_ar_direct_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _programs(tiles, pieces, num_comm, device, dtype):
+    """Return (number of programs that multiply, number of further programs that can run at the end)."""
+    num_gemm, fit = shared.num_multiplying(tiles, pieces, device, dtype)
+    return max(min(num_gemm, fit - num_comm), 1), fit
+
+
+def prepare(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    fields: Mapping[str, Any],
+) -> Launch:
+    """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
+
+    Raises:
+        ValueError: If the group has more ranks than the kernel supports.
+    """
+    world_size = workspace.world_size
+    shared.check_ranks("gemm_ar", world_size)
+    m, n = x.shape[0], weight.shape[0]
+    tiles = config.tiles
+    bundles = cdiv(tiles.count(m, n), world_size)
+    slots = 2 * bundles * world_size
+    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
+    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, num_flags=bundles)
+    z = output_spec(x, m, n)
+    descs = shared.descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
+    num_gemm, fit = _programs(tiles, bundles * world_size, config.num_comm_sms, x.device, x.dtype)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, descs, plan, world_size, config, num_gemm)
+    items = bundles * (SPLIT + world_size - 1)
+    constants["trace_ptr"] = recorder.buffer(x.device, bundles * world_size + items)
+    fixed = [workspace.ctx, *(desc.base for desc in descs or [])]
+    grid = (num_gemm + min(items, fit),)
+    return Launch(workspace, gemm_ar_direct_kernel, grid, args, constants, (x, weight, bias), (z,), fixed)
