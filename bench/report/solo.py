@@ -12,10 +12,11 @@ images of this rank: what a kernel stored at a peer arrived in its own memory. S
 with its memory traffic. Outputs were checked before the clock started, and all methods of a line ran in turns.
 
 The floor is the longer of the GEMM alone (cuBLAS) and the bytes on the wire at the given rate. A link of the model
-transfers one chunk at a time: of `gemm_rs` from its signal on, of `ag_gemm` from the beginning of the call on. The
-model has no back pressure: programs that push are as fast as the memory. Copies of the copy engine take memory
-bandwidth and an SM here, so its times are too long for large shards. Times also include what the model's own kernels
-add, which was not measured (expected: 2 to 5 µs).
+transfers one chunk at a time: of `gemm_rs` and `gemm_ar` from its signal on, of `ag_gemm` from the beginning of the
+call on. The model has no back pressure: programs that push are as fast as the memory. Copies of the copy engine take
+memory bandwidth and an SM here, so its times are too long for large shards. Times also include what the model's own
+kernels add: 4 µs between two calls (profiled), and the delay of each signal. Of `gemm_ar` only the transport "direct"
+is supported.
 [Compared with two real GPUs](../../docs/performance/notes/solo.md#model-and-real-runs).
 """
 _TITLE = "### {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"

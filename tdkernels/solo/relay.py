@@ -78,8 +78,12 @@ def relay_kernel(
 
 
 @functools.cache
-def _stream(device):
-    """Return the stream of all relays. torch has 32 streams: with one per plan, one would soon be the current one."""
+def _stream(device, workspace_name):
+    """Return the stream of the relays of a workspace.
+
+    torch has 32 streams: with one per plan, one would soon be the current one. Calls of different workspaces overlap in
+    a backward, so their relays must run at the same time.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -90,6 +94,7 @@ class Relay:
         is_ready: Whether launches can use it. Set by the workspace.
 
     Args:
+        workspace_name: The name of the workspace.
         ctx: The context table of the plan.
         calls: int64 [2] on the device: the number of calls of the workspace, and of the last call that has a relay.
         ranks: Number of ranks.
@@ -101,15 +106,15 @@ class Relay:
     """
 
     def __init__(
-        self, ctx: torch.Tensor, calls: torch.Tensor, ranks: int, per_source: int, halves: int, slot_bytes: int,
-        link_rate: float | None, signals_last: bool,
+        self, workspace_name: str, ctx: torch.Tensor, calls: torch.Tensor, ranks: int, per_source: int, halves: int,
+        slot_bytes: int, link_rate: float | None, signals_last: bool,
     ) -> None:
         self.is_ready = False
         picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
         constants = {"RANKS": ranks, "HALVES": halves, "BLOCK": _BLOCK, "SIGNALS_LAST": signals_last, "num_warps": 2}
         numbers = per_source, picoseconds
         if ctx.device.type == "cuda":
-            self._stream = _stream(ctx.device)
+            self._stream = _stream(ctx.device, workspace_name)
             self._numbers = *numbers, _LIMIT
             self._launch = BoundLaunch((1, 1, 1), (ctx, calls, *self._numbers), range(2, 5), constants)
             self._gate = BoundLaunch((1, 1, 1), (calls, _LIMIT), (1,), {"num_warps": 1})

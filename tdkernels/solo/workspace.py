@@ -95,7 +95,7 @@ class SoloWorkspace(Workspace):
         ctx[words.CTX_BASES.value :][:ranks] = torch.tensor(buffer.addresses, device=ctx.device)
         self._forget_launches()
         relay = Relay(
-            ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate,
+            self.name, ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate,
             signals_last=self.name in _SENT_FROM_THE_BEGINNING,
         )
         return buffer, ctx, self.launches, relay

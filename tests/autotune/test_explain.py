@@ -98,7 +98,8 @@ def check_text(result, *lines):
 CONFIG_LINES = {
     "ag_gemm": "  config      method=fused tiles=32/64/32/8/4/2 transport=push num_comm_sms=3 chunk_tiles=1 split_k=1",
     "gemm_rs": "  config      method=fused tiles=32/64/32/8/4/2 transport=forward item_tiles=3 split_k=1",
-    "gemm_ar": "  config      method=fused exchange=two_shot tiles=32/64/32/8/4/2 item_tiles=3 split_k=1 transport=forward num_comm_sms=0",
+    "gemm_ar": "  config      method=fused exchange=two_shot tiles=32/64/32/8/4/2 item_tiles=3 split_k=1 "
+               "transport=forward num_comm_sms=0",
 }
 
 

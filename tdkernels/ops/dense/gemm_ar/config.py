@@ -73,7 +73,8 @@ def default_config(
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
-    # Faster than "forward" in all 6 shapes measured on 2 H100. More ranks were not compared.
+    # Faster than "forward" in 5 of 6 shapes measured on 2 H100, by 1 to 9 %, and equal in one. With more ranks the two
+    # were not compared.
     if world_size == 2 and launch_direct.suits(tiles, n, k, dtype, device, world_size):
         return GemmArConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct")
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)

@@ -66,7 +66,7 @@ def group_gemm_kernel(
     rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
     # Flattened: the first loads of a tile are in flight while the tile before is stored. Not with SwiGLU: flattened
-    # loops with two accumulators took 1.1 to 1.6 times as long (H100). Without TMA it was not measured.
+    # loops with two accumulators took 1.1 to 1.5 times as long (H100). Without TMA it was not measured.
     FLAT: tl.constexpr = PRODUCT.use_tma and PRODUCT.activation == NONE
     for tile in tl.range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0), flatten=FLAT):
         expert, begin, end, row, pid_n = tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS, BLOCK_M)
