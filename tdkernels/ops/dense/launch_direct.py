@@ -1,11 +1,12 @@
 """What the launchers of the "direct" kernels share: limits, default tile, descriptors, and the number of programs."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
@@ -55,7 +56,7 @@ def slice_elements(tiles: "Tiles", dtype: torch.dtype, world_size: int, split: i
     return min(max(1 << most.bit_length() - 1, tiles.block_n), part, 4096)
 
 
-def tiles_descriptor(memory: torch.Tensor, slots: int, half_bytes: int, tiles: "Tiles") -> TensorDescriptor:
+def _tiles_descriptor(memory, slots, half_bytes, tiles):
     """Return a descriptor of whole tiles, [2, slots * block_m, block_n], for ``memory``, which begins with half 0."""
     shape = [2, slots * tiles.block_m, tiles.block_n]
     strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
@@ -70,15 +71,47 @@ def descriptors(workspace: "Workspace", dtype: torch.dtype, tiles: "Tiles", slot
         ranks, me = workspace.world_size, workspace.rank
         buffers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks + 1)]
         halves = [buffer[workspace.data_offset :].view(dtype) for buffer in buffers]
-        found = [tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
+        found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
         workspace.launches[key] = found
     return found
 
 
-def descriptors_for_compiling(x: torch.Tensor, tiles: "Tiles", world_size: int) -> list[TensorDescriptor]:
-    """Return descriptors with the same block as those of a launch."""
-    memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
-    return [tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * world_size
+def arguments(
+    ctx: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: Any,
+    descs: list[TensorDescriptor] | None, rows: int, plan: int, world_size: int, tiles: "Tiles", split: int, *more: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and constants of a kernel.
+
+    Args:
+        descs: See ``descriptors``; None without TMA.
+        rows: The first size that the kernel takes: M of the output or of a shard.
+        split: Parts of a tile that are added as separate work items.
+        more: The last arguments of the kernel, of which the first is the number of programs that multiply.
+    """
+    n, k = weight.shape
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    descs = [] if descs is None else descs
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (MAX_RANKS - len(descs)),
+        rows, n, k, stride_w, plan, tiles.group_m, *more,
+    )
+    slice_size = slice_elements(tiles, x.dtype, world_size, split)
+    return args, {"SLICE": slice_size, "SPLIT": split, "RANKS": world_size, **constants}
+
+
+def compile(
+    kernel: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, tiles: "Tiles",
+    split: int, *more: int,
+) -> None:
+    """Compile a kernel for these operands into Triton's cache, without launching it; ``more`` as for ``arguments``."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    descs = None
+    if gemm_operands.tma_fits(x, weight):
+        memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
+        descs = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * world_size
+    args, constants = arguments(ctx, x, weight, bias, x.new_empty(1), descs, 1, 0, world_size, tiles, split, *more)
+    kernel.warmup(*args, grid=(1,), **constants)
 
 
 def num_multiplying(tiles: "Tiles", pieces: int, device: torch.device, dtype: torch.dtype) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from the start, the rest on the SMs that run out of tiles:
                 the sum in z and in every peer's buffer. The program that completes the tile sets its signal there.
     receive     the tile of a peer: copy its sum from the buffer to z
 
-All items that add come first. Until the GEMM is done, a program that receives would keep one from adding, and with it
-the peers from receiving.
+All items that add come first. Few programs fetch items before the GEMM is done, and one that waits for a sum does not
+add.
 
-Progress (invariant 1). The programs that multiply never wait. Items that add wait for them only, and they have smaller
-ids. Items that receive wait for items that add and have a smaller number, on a peer.
+Progress (invariant 1). The programs that multiply never wait. Items that add wait only for these programs, which have
+smaller ids. Items that receive wait for items that add, on a peer, which have smaller numbers.
 """
 
 import triton.language as tl

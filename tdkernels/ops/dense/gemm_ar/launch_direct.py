@@ -18,32 +18,11 @@ if TYPE_CHECKING:
 SPLIT = 2  # parts of a tile that are added and sent as separate work items
 
 
-def _arguments(ctx, x, weight, bias, z, descs, plan, world_size, config, num_gemm):
-    """Return the kernel's arguments and constants; ``descs``: see ``shared.descriptors``, None without TMA."""
-    tiles = config.tiles
-    m, k = x.shape
-    n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    descs = [] if descs is None else descs
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (shared.MAX_RANKS - len(descs)),
-        m, n, k, stride_w, plan, tiles.group_m, num_gemm,
-    )
-    slice_size = shared.slice_elements(tiles, x.dtype, world_size, SPLIT)
-    return args, {"SLICE": slice_size, "SPLIT": SPLIT, "RANKS": world_size, **constants}
-
-
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
 ) -> None:
     """Compile the kernel for these operands into Triton's cache, without launching it."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    descs = None
-    if gemm_operands.tma_fits(x, weight):
-        descs = shared.descriptors_for_compiling(x, config.tiles, world_size)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), descs, 0, world_size, config, 1)
-    gemm_ar_direct_kernel.warmup(*args, grid=(1,), **constants)
+    shared.compile(gemm_ar_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1)
 
 
 def _programs(tiles, pieces, num_comm, device, dtype):
@@ -72,7 +51,9 @@ def prepare(
     z = output_spec(x, m, n)
     descs = shared.descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
     num_gemm, fit = _programs(tiles, bundles * world_size, config.num_comm_sms, x.device, x.dtype)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, descs, plan, world_size, config, num_gemm)
+    args, constants = shared.arguments(
+        workspace.ctx, x, weight, bias, z, descs, m, plan, world_size, tiles, SPLIT, num_gemm
+    )
     items = bundles * (SPLIT + world_size - 1)
     constants["trace_ptr"] = recorder.buffer(x.device, bundles * world_size + items)
     fixed = [workspace.ctx, *(desc.base for desc in descs or [])]

@@ -17,31 +17,11 @@ if TYPE_CHECKING:
 SPLIT = 4  # parts of a tile whose partials are added at the end
 
 
-def _arguments(ctx, x, weight, bias, z, descs, rows, plan, world_size, config, num_gemm, whole):
-    """Return the kernel's arguments and constants; ``descs``: see ``shared.descriptors``, None without TMA."""
-    tiles = config.tiles
-    n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    descs = [] if descs is None else descs
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (shared.MAX_RANKS - len(descs)),
-        rows, n, k, stride_w, plan, tiles.group_m, num_gemm, whole,
-    )
-    slice_size = shared.slice_elements(tiles, x.dtype, world_size, SPLIT)
-    return args, {"SLICE": slice_size, "SPLIT": SPLIT, "RANKS": world_size, **constants}
-
-
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
 ) -> None:
     """Compile the kernel for these operands into Triton's cache, without launching it."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    rows, z, descs = x.shape[0] // world_size, x.new_empty(1), None
-    if gemm_operands.tma_fits(x, weight):
-        descs = shared.descriptors_for_compiling(x, config.tiles, world_size)
-    args, constants = _arguments(ctx, x, weight, bias, z, descs, rows, 0, world_size, config, 1, 0)
-    gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
+    shared.compile(gemm_rs_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1, 0)
 
 
 def prepare(
@@ -66,8 +46,8 @@ def prepare(
     num_gemm, fit = shared.num_multiplying(tiles, pieces, x.device, x.dtype)
     # Whole tiles as long as few programs add, then parts, so that there is work for all SMs when the GEMM is done.
     whole = count // 2
-    args, constants = _arguments(
-        workspace.ctx, x, weight, bias, z, descs, rows, plan, world_size, config, num_gemm, whole
+    args, constants = shared.arguments(
+        workspace.ctx, x, weight, bias, z, descs, rows, plan, world_size, tiles, SPLIT, num_gemm, whole
     )
     items = whole + (count - whole) * SPLIT
     constants["trace_ptr"] = recorder.buffer(x.device, pieces + items)
