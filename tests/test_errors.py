@@ -118,6 +118,8 @@ GEMM_AR = {
     "unknown method": (lambda: ar(method="nccl"), ValueError, "method", "'nccl'"),
     "unknown exchange": (lambda: ar(exchange="three_shot"), ValueError, "exchange", "'three_shot'"),
     "empty items": (lambda: ar(item_tiles=0), ValueError, "item_tiles", "not 0"),
+    "unknown transport": (lambda: ar(transport="push"), ValueError, "transport", "'push'"),
+    "negative communication SMs": (lambda: ar(num_comm_sms=-1), ValueError, "num_comm_sms", "at least 0", "not -1"),
     "split_k zero": (lambda: ar(exchange="one_shot", split_k=0), ValueError, "split_k", "not 0"),
     "block_k not a power of two": (lambda: ar(tiles=tiles(block_k=48)), ValueError, "block_k", "power of two", "48"),
     "block_m of one shot": (lambda: ar(exchange="one_shot", tiles=tiles(block_m=8)), ValueError, "block_m", "8"),

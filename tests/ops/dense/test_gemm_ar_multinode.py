@@ -16,6 +16,7 @@ CONFIGS = {
     "items longer than the output": {"exchange": "two_shot", "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
     "sums in two halves": {"exchange": "two_shot", "tiles": Tiles(16, 128, 32), "item_tiles": 5},
     "one shot, ignored": {"exchange": "one_shot", "tiles": Tiles(16, 64, 32), "split_k": 2},
+    "direct, ignored": {"transport": "direct", "num_comm_sms": 1},
     "torch": {"method": "torch"},
 }
 
