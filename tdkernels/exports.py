@@ -10,6 +10,7 @@ PUBLIC = {  # module: what tdkernels exports of it
     "tdkernels.ops.common.tile_config": ("Tiles",),
     "tdkernels.symm": ("set_timeout", "synchronize"),
     "tdkernels.ops.dense.ag_gemm.op": ("AgGemmConfig", "ag_gemm", "ag_gemm_ref"),
+    "tdkernels.ops.dense.column_linear.op": ("column_linear", "column_linear_ref"),
     "tdkernels.ops.dense.gemm_ar.op": ("GemmArConfig", "gemm_ar", "gemm_ar_ref"),
     "tdkernels.ops.dense.gemm_rs.op": ("GemmRsConfig", "gemm_rs", "gemm_rs_ref"),
     "tdkernels.ops.collectives.config": ("CollectiveConfig",),

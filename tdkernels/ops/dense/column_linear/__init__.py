@@ -1,0 +1,1 @@
+"""column_linear: the column-parallel linear layer without sequence parallelism."""
