@@ -81,6 +81,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use o
         reduce_scatter,
         reduce_scatter_ref,
     )
+    from tdkernels.ops.collectives.regions import copy_to_ranks, gather_rows, scatter_rows
     from tdkernels.ops.common.tile_config import Tiles
     from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm, ag_gemm_ref
     from tdkernels.ops.dense.column_linear.op import column_linear, column_linear_ref
@@ -128,12 +129,12 @@ __all__ = [
     "FlashDecodeConfig", "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig",
     "PeerFailedError", "PeerTimeoutError", "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_attention",
     "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref",
-    "all_to_all", "all_to_all_ref", "autotune", "column_linear", "column_linear_ref", "ep_combine",
+    "all_to_all", "all_to_all_ref", "autotune", "column_linear", "column_linear_ref", "copy_to_ranks", "ep_combine",
     "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe",
-    "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref",
-    "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref",
-    "set_timeout", "synchronize", "tp_moe", "tp_moe_ref", "ulysses_out", "ulysses_out_ref", "ulysses_qkv",
-    "ulysses_qkv_ref",
+    "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref", "gather_rows", "gemm_ar", "gemm_ar_ref", "gemm_rs",
+    "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter",
+    "reduce_scatter_ref", "scatter_rows", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref", "ulysses_out",
+    "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]
 
 if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):

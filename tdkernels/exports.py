@@ -17,6 +17,7 @@ PUBLIC = {  # module: what tdkernels exports of it
     "tdkernels.ops.collectives.op": (
         "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "reduce_scatter", "reduce_scatter_ref",
     ),
+    "tdkernels.ops.collectives.regions": ("copy_to_ranks", "gather_rows", "scatter_rows"),
     "tdkernels.ops.attention.ag_attention.op": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.experts.dispatch.all_to_all": ("all_to_all", "all_to_all_ref"),
     "tdkernels.ops.experts.dispatch.config": ("EpConfig",),
