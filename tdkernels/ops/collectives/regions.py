@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-import tdkernels.ops.collectives.op as _collectives  # noqa: F401  registers the torch.library operators
+from tdkernels.ops.collectives.op import all_gather
 from tdkernels.ops.common import validation
 from tdkernels.runtime import autograd
 from tdkernels.symm import GroupLike, resolve_group
@@ -44,19 +44,17 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
+    """The gradient is this rank's rows. That of ``all_gather`` is summed."""
+
     @staticmethod
-    def forward(ctx, x, group, rank, world_size, backward):
-        ctx.group, ctx.rank, ctx.world_size, ctx.direction = group, rank, world_size, backward
+    def forward(ctx, x, group, rank, world_size):
+        ctx.rank, ctx.world_size = rank, world_size
         return torch.ops.tdkernels.all_gather(x, group, "")
 
     @staticmethod
     def backward(ctx, dy):
         autograd.reject_second_derivatives("gather_rows")
-        if ctx.direction == "sum":
-            dx = torch.ops.tdkernels.reduce_scatter(dy, ctx.group, "")
-        else:
-            dx = _own_rows(dy, ctx.rank, ctx.world_size)
-        return dx, None, None, None, None
+        return _own_rows(dy, ctx.rank, ctx.world_size), None, None, None
 
 
 class _ScatterRows(torch.autograd.Function):
@@ -147,7 +145,9 @@ def gather_rows(x: torch.Tensor, *, backward: Backward, group: GroupLike = None)
     """
     group = resolve_group(group)
     _check("gather_rows", x, backward)
-    return _GatherRows.apply(x, group.group_name, group.rank(), group.size(), backward)
+    if backward == "sum":
+        return all_gather(x, group=group)
+    return _GatherRows.apply(x, group.group_name, group.rank(), group.size())
 
 
 def scatter_rows(x: torch.Tensor, *, backward: Backward, group: GroupLike = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ its owner is rank + 1 + ``piece % W``: one tile for each rank, this rank's last.
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import gemm_tile, with_bias
 
 
 @td.jit
@@ -32,7 +33,7 @@ def _announce(ctx, piece, per_source, half, signal, me, RANKS: tl.constexpr, BY_
 
 
 @td.jit
-def send_partial(
+def _send_partial(
     ctx, partial, piece, first, num_gemm, per_source, half, signal, me, descs, RANKS: tl.constexpr,
     BY_ENGINE: tl.constexpr,
 ):
@@ -61,6 +62,29 @@ def send_partial(
 
 
 @td.jit
+def multiply_and_send(
+    ctx, x_ptr, x_desc, row, rows, w_ptr, w_desc, col, stride_w, N, K, piece, first, num_gemm, per_source, half, signal,
+    me, descs, DTYPE: tl.constexpr, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr, PRODUCT: tl.constexpr, trace,
+):
+    """Process a work item: compute the partial tile at (row, col) of x [rows, K] @ w.T, and send it to its owner.
+
+    The other arguments are those of ``_send_partial``.
+    """
+    owner = (me + 1 + piece % RANKS) % RANKS
+    td.mark(trace, "multiplies", owner)
+    acc = gemm_tile(
+        tl.full((PRODUCT.block_m, PRODUCT.block_n), 0.0, tl.float32), x_ptr, x_desc, 0, row, rows,
+        w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+    )
+    partial = td.from_float32(acc, DTYPE)
+    if owner == me:
+        td.mark(trace, "stores")
+    else:
+        td.mark(trace, "pushes", owner)
+    _send_partial(ctx, partial, piece, first, num_gemm, per_source, half, signal, me, descs, RANKS, BY_ENGINE)
+
+
+@td.jit
 def announce_last(
     ctx, first, last, num_gemm, per_source, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr,
 ):
@@ -72,13 +96,30 @@ def announce_last(
 
 
 @td.jit
-def sum_of_slices(parts, part_bytes, start, DTYPE: tl.constexpr, SLICE: tl.constexpr, RANKS: tl.constexpr):
-    """Return the sum of SLICE elements of the partials of a tile from element ``start`` on, in fp32 and in rank order.
+def add_partials(
+    ctx, parts, part_bytes, half, sums_offset, z_ptr, bias_ptr, row, col, first, end, M, N,
+    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):
+    """Add the partials of all ranks in rank order for the elements ``first`` to ``end`` of a tile, and store them in z.
 
-    The partial of rank r is at the address ``parts + r * part_bytes``.
+    The partial of rank r is at the address ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of
+    the next slices are in flight meanwhile. If ``sums_offset`` is not None, the sums are also stored in every peer's
+    buffer: the tile begins there at this offset in the data of a half.
     """
-    total = tl.full((SLICE,), 0.0, tl.float32)
-    for source in tl.static_range(0, RANKS):
-        pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
-        total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
-    return total
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    ROWS: tl.constexpr = SLICE // BLOCK_N
+    me = td.rank(ctx)
+    offs_n = col + tl.arange(0, BLOCK_N)
+    for start in tl.range(first, end, SLICE, num_stages=4):
+        total = tl.full((SLICE,), 0.0, tl.float32)
+        for source in tl.static_range(0, RANKS):
+            pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
+            total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
+        z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
+        if sums_offset is not None:
+            for step in tl.static_range(1, RANKS):
+                peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
+                tl.store(td.pointer_to(peer_sums, DTYPE) + start + tl.arange(0, SLICE), z.reshape(SLICE))
+        offs_m = row + start // BLOCK_N + tl.arange(0, ROWS)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)

@@ -63,14 +63,21 @@ def _tiles_descriptor(memory, slots, half_bytes, tiles):
     return TensorDescriptor(memory, shape, strides, [1, tiles.block_m, tiles.block_n])
 
 
-def descriptors(workspace: "Workspace", dtype: torch.dtype, tiles: "Tiles", slots: int) -> list[TensorDescriptor]:
-    """Return descriptors of the data of rank + 1, rank + 2, ..., rank, cached as long as the buffers exist."""
-    key = "direct", dtype, tiles.block_m, tiles.block_n, slots
+def descriptors(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, tiles: "Tiles", slots: int,
+) -> list[TensorDescriptor]:
+    """Return descriptors of the data of rank + 1, rank + 2, ..., rank, cached as long as the buffers exist.
+
+    Without TMA there are none.
+    """
+    if not gemm_operands.tma_fits(x, weight):
+        return []
+    key = "direct", x.dtype, tiles.block_m, tiles.block_n, slots
     found = workspace.launches[key]
     if found is None:
         ranks, me = workspace.world_size, workspace.rank
         buffers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks + 1)]
-        halves = [buffer[workspace.data_offset :].view(dtype) for buffer in buffers]
+        halves = [buffer[workspace.data_offset :].view(x.dtype) for buffer in buffers]
         found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
         workspace.launches[key] = found
     return found
@@ -78,19 +85,18 @@ def descriptors(workspace: "Workspace", dtype: torch.dtype, tiles: "Tiles", slot
 
 def arguments(
     ctx: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: Any,
-    descs: list[TensorDescriptor] | None, rows: int, plan: int, world_size: int, tiles: "Tiles", split: int, *more: int,
+    descs: list[TensorDescriptor], rows: int, plan: int, world_size: int, tiles: "Tiles", split: int, *more: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments and constants of a kernel.
 
     Args:
-        descs: See ``descriptors``; None without TMA.
+        descs: See ``descriptors``.
         rows: The first size that the kernel takes: M of the output or of a shard.
         split: Parts of a tile that are added as separate work items.
         more: The last arguments of the kernel, of which the first is the number of programs that multiply.
     """
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    descs = [] if descs is None else descs
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (MAX_RANKS - len(descs)),
         rows, n, k, stride_w, plan, tiles.group_m, *more,
@@ -106,7 +112,7 @@ def compile(
     """Compile a kernel for these operands into Triton's cache, without launching it; ``more`` as for ``arguments``."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    descs = None
+    descs = []
     if gemm_operands.tma_fits(x, weight):
         memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
         descs = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * world_size

@@ -32,8 +32,8 @@ class GemmArConfig:
         transport: Of "two_shot" on one node. "forward" stages partial tiles, and other work items copy them to the
             owner. With "direct" the program that computed a tile sends it while it computes the next one, and other
             programs add the partials and send the sums.
-        num_comm_sms: Multiprocessors on which transport "direct" adds and sends from the start, at least. 0 selects
-            those that the last round of tiles would not use. When the GEMM is done, all of them do.
+        num_comm_sms: Minimum number of multiprocessors that add and send from the start, with transport "direct". 0
+            reserves only those that the last round of tiles leaves idle. At the end all multiprocessors add and send.
     """
 
     method: str = "fused"

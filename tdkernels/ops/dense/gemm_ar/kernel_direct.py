@@ -19,34 +19,45 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
-from tdkernels.ops.dense.direct import announce_last, send_partial, sum_of_slices
+from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
+from tdkernels.ops.dense.direct import add_partials, announce_last, multiply_and_send
 from tdkernels.ops.dense.gemm_ar.tile import receive_tile
 
 
 @td.jit
-def _add_and_send(
-    ctx, parts, part_bytes, sums_offset, half, z_ptr, bias_ptr, row, col, first, end, M, N,
-    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _exchange(
+    ctx, z_ptr, bias_ptr, item, adds, bundle, bundles, owner, row, col, M, N, half, signal, me,
+    SLICE: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace,
 ):
-    """Add the partials of all ranks for the elements ``first`` to ``end`` of a tile, and store them in z and at peers.
-
-    The partial of rank r is at ``parts + r * part_bytes``. The sum of the tile begins at ``sums_offset`` in the data of
-    a half. The loads of the next slices are in flight while a slice is added.
-    """
-    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    ROWS: tl.constexpr = SLICE // BLOCK_N
-    me = td.rank(ctx)
-    offs_n = col + tl.arange(0, BLOCK_N)
-    for start in tl.range(first, end, SLICE, num_stages=4):
-        total = sum_of_slices(parts, part_bytes, start, DTYPE, SLICE, RANKS)
-        z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
-        for step in tl.static_range(1, RANKS):
-            peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
-            tl.store(td.pointer_to(peer_sums, DTYPE) + start + tl.arange(0, SLICE), z.reshape(SLICE))
-        offs_m = row + start // BLOCK_N + tl.arange(0, ROWS)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+    """Process a work item of the tile of ``owner`` in a bundle, at (row, col) of z: add a part of it, or receive it."""
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
+    per_source = 2 * bundles
+    data = td.data_at(ctx, half, me)
+    sums = owner * per_source + bundles + bundle
+    sums_offset = sums.to(tl.int64) * TILE_BYTES
+    if adds:
+        td.mark(trace, "waits", ALL_PEERS)
+        # producer: the program that computed the tile, on every rank
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, bundle), per_source, signal, WITH_OWN=True)
+        td.mark(trace, "sums", ALL_PEERS)
+        begin = item % SPLIT * (TILE // SPLIT)
+        add_partials(
+            ctx, data + bundle.to(tl.int64) * TILE_BYTES, tl.cast(per_source, tl.int64) * TILE_BYTES,
+            half, sums_offset, z_ptr, bias_ptr, row, col, begin, begin + TILE // SPLIT, M, N,
+            SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
+        )
+        if td.is_last_arriver(td.flag_at(ctx, bundle), SPLIT):
+            # waiter: the item of every peer that receives the tile
+            td.notify_all(ctx, td.signal_at(ctx, half, sums), signal, CHECK_FAILED=True)
+    else:
+        td.mark(trace, "waits", owner)
+        # producer: the owner's items that add the tile
+        seen = td.wait_plan(ctx, td.signal_at(ctx, half, sums), signal, owner)
+        td.mark(trace, "receives", owner)
+        receive_tile(td.consume_token(data + sums_offset, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
 
 
 # Compiled once per tile and number of ranks, for all shapes and plans. This makes tuning cheap.
@@ -60,15 +71,14 @@ def gemm_ar_direct_kernel(
     """Compute z [M, N] = sum over ranks of x [M, K] @ w.T, on every rank.
 
     The data of a half is [ranks, 2, bundles] tiles: of each rank, its partials for this rank's tiles, then the sums of
-    its own tiles. A signal belongs to each of them, in the same order. ``desc1``, ``desc2``, ...: see ``send_partial``.
+    its own tiles. A signal belongs to each of them, in the same order. ``desc1``, ``desc2``, ... are descriptors of the
+    data of rank + 1, rank + 2, ..., [halves, rows, BLOCK_N]; number W is this rank's.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     N = as_aligned(N, PRODUCT.aligned)
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
-    TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     BY_ENGINE: tl.constexpr = desc1 is not None
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
@@ -92,17 +102,10 @@ def gemm_ar_direct_kernel(
             # Ranks without a tile in the last bundle get the last tile, which they do not use.
             tile = tl.minimum(piece // RANKS * RANKS + owner, tiles - 1)
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
-            td.mark(trace, "multiplies", owner)
-            acc = gemm_tile(
-                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
-                w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
+            multiply_and_send(
+                ctx, x_ptr, x_desc, pid_m * BLOCK_M, M, w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K,
+                piece, first, num_gemm, per_source, half, signal, me, descs, DTYPE, RANKS, BY_ENGINE, PRODUCT, trace,
             )
-            partial = td.from_float32(acc, DTYPE)
-            if owner == me:
-                td.mark(trace, "stores")
-            else:
-                td.mark(trace, "pushes", owner)
-            send_partial(ctx, partial, piece, first, num_gemm, per_source, half, signal, me, descs, RANKS, BY_ENGINE)
             td.mark(trace, "finishes")
             td.mark(trace, "ends")
         announce_last(ctx, first, last, num_gemm, per_source, half, signal, me, RANKS, BY_ENGINE)
@@ -120,30 +123,10 @@ def gemm_ar_direct_kernel(
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             answer = td.fetch_work_item(ctx)
             if tile < tiles:
-                data = td.data_at(ctx, half, me)
-                sums = owner * per_source + bundles + bundle
-                sums_offset = sums.to(tl.int64) * TILE_BYTES
-                if adds:
-                    td.mark(trace, "waits", ALL_PEERS)
-                    # producer: the program that computed the tile, on every rank
-                    td.wait_plan_all(ctx, td.signal_at(ctx, half, bundle), per_source, signal, WITH_OWN=True)
-                    td.mark(trace, "sums", ALL_PEERS)
-                    begin = item % SPLIT * (TILE // SPLIT)
-                    _add_and_send(
-                        ctx, data + bundle.to(tl.int64) * TILE_BYTES, tl.cast(per_source, tl.int64) * TILE_BYTES,
-                        sums_offset, half, z_ptr, bias_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N, begin,
-                        begin + TILE // SPLIT, M, N, SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
-                    )
-                    if td.is_last_arriver(td.flag_at(ctx, bundle), SPLIT):
-                        # waiter: the item of every peer that receives the tile
-                        td.notify_all(ctx, td.signal_at(ctx, half, sums), signal, CHECK_FAILED=True)
-                else:
-                    td.mark(trace, "waits", owner)
-                    # producer: the owner's items that add the tile
-                    seen = td.wait_plan(ctx, td.signal_at(ctx, half, sums), signal, owner)
-                    td.mark(trace, "receives", owner)
-                    src = td.consume_token(data + sums_offset, seen)
-                    receive_tile(src, z_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, BLOCK_M, BLOCK_N)
+                _exchange(
+                    ctx, z_ptr, bias_ptr, item, adds, bundle, bundles, owner, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N,
+                    half, signal, me, SLICE, SPLIT, RANKS, PRODUCT, trace,
+                )
             td.mark(trace, "finishes")
             item = td.await_work_item(answer)
             td.mark(trace, "ends")

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.rounding import cdiv
@@ -49,13 +48,13 @@ def prepare(
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
     plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, num_flags=bundles)
     z = output_spec(x, m, n)
-    descs = shared.descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
+    descs = shared.descriptors(workspace, x, weight, tiles, slots)
     num_gemm, fit = _programs(tiles, bundles * world_size, config.num_comm_sms, x.device, x.dtype)
     args, constants = shared.arguments(
         workspace.ctx, x, weight, bias, z, descs, m, plan, world_size, tiles, SPLIT, num_gemm
     )
     items = bundles * (SPLIT + world_size - 1)
     constants["trace_ptr"] = recorder.buffer(x.device, bundles * world_size + items)
-    fixed = [workspace.ctx, *(desc.base for desc in descs or [])]
+    fixed = [workspace.ctx, *(desc.base for desc in descs)]
     grid = (num_gemm + min(items, fit),)
     return Launch(workspace, gemm_ar_direct_kernel, grid, args, constants, (x, weight, bias), (z,), fixed)

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
-from tdkernels.ops.dense.direct import announce_last, send_partial, sum_of_slices
+from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
+from tdkernels.ops.dense.direct import add_partials, announce_last, multiply_and_send
 
 
 @td.jit
@@ -29,27 +29,6 @@ def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
     """Return (row, column) of a tile of a shard."""
     # A bundle has RANKS tile rows, so a group has ``group_m`` tile rows in all.
     return swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
-
-
-@td.jit
-def _add_partials(
-    parts, part_bytes, z_ptr, bias_ptr, row, col, first, end, M_shard, N,
-    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):
-    """Add the partials of all ranks in rank order for the elements ``first`` to ``end`` of a tile, and store them in z.
-
-    The partial of rank r is at ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of the next
-    slices are in flight meanwhile.
-    """
-    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    ROWS: tl.constexpr = SLICE // BLOCK_N
-    offs_n = col + tl.arange(0, BLOCK_N)
-    for start in tl.range(first, end, SLICE, num_stages=4):
-        total = sum_of_slices(parts, part_bytes, start, DTYPE, SLICE, RANKS)
-        z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
-        offs_m = row + start // BLOCK_N + tl.arange(0, ROWS)
-        mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-        tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
 
 
 # Compiled once per tile, for all shapes and plans. This makes tuning cheap.
@@ -94,17 +73,11 @@ def gemm_rs_direct_kernel(
             td.mark(trace, "starts")
             pid_m, pid_n = _place_of(piece // RANKS, tiles_m, tiles_n, group_m, RANKS)
             owner = (me + 1 + piece % RANKS) % RANKS
-            td.mark(trace, "multiplies", owner)
-            acc = gemm_tile(
-                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + pid_m * BLOCK_M,
-                RANKS * M_shard, w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
+            multiply_and_send(
+                ctx, x_ptr, x_desc, owner * M_shard + pid_m * BLOCK_M, RANKS * M_shard,
+                w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K,
+                piece, first, num_gemm, tiles, half, signal, me, descs, DTYPE, RANKS, BY_ENGINE, PRODUCT, trace,
             )
-            partial = td.from_float32(acc, DTYPE)
-            if owner == me:
-                td.mark(trace, "stores")
-            else:
-                td.mark(trace, "pushes", owner)
-            send_partial(ctx, partial, piece, first, num_gemm, tiles, half, signal, me, descs, RANKS, BY_ENGINE)
             td.mark(trace, "finishes")
             td.mark(trace, "ends")
         announce_last(ctx, first, last, num_gemm, tiles, half, signal, me, RANKS, BY_ENGINE)
@@ -124,9 +97,9 @@ def gemm_rs_direct_kernel(
             # producer: the program that computed the tile, on every rank
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal, WITH_OWN=True)
             td.mark(trace, "sums", ALL_PEERS)
-            _add_partials(
-                td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
-                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), z_ptr, bias_ptr,
+            add_partials(
+                ctx, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
+                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), half, None, z_ptr, bias_ptr,
                 pid_m * BLOCK_M, pid_n * BLOCK_N, begin, end, M_shard, N, SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
             )
             td.mark(trace, "finishes")

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.runtime import recorder
@@ -42,7 +41,7 @@ def prepare(
     pieces = world_size * count
     plan = workspace.prepare("gemm_rs", fields, pieces * tiles.block_m * tiles.block_n * x.element_size(), pieces)
     z = output_spec(x, rows, n)
-    descs = shared.descriptors(workspace, x.dtype, tiles, pieces) if gemm_operands.tma_fits(x, weight) else None
+    descs = shared.descriptors(workspace, x, weight, tiles, pieces)
     num_gemm, fit = shared.num_multiplying(tiles, pieces, x.device, x.dtype)
     # Whole tiles as long as few programs add, then parts, so that there is work for all SMs when the GEMM is done.
     whole = count // 2
@@ -51,6 +50,6 @@ def prepare(
     )
     items = whole + (count - whole) * SPLIT
     constants["trace_ptr"] = recorder.buffer(x.device, pieces + items)
-    fixed = [workspace.ctx, *(desc.base for desc in descs or [])]
+    fixed = [workspace.ctx, *(desc.base for desc in descs)]
     grid = (num_gemm + min(items, fit),)
     return Launch(workspace, gemm_rs_direct_kernel, grid, args, constants, (x, weight, bias), (z,), fixed)
