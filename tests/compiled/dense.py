@@ -39,7 +39,7 @@ def _product(tiles, dtype, is_aligned, bias, tma, w_is_kn):
 
 
 def compile_gemm(
-    kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
+    kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, weights=1, **constants
 ):
     """Compile a GEMM kernel with the arguments of its launcher, by default for a large shape."""
     rows, n, k = shape
@@ -59,7 +59,10 @@ def compile_gemm(
             constants["STORES"] = stores = num_stores(tiles, dtype, SHARED_MEMORY[arch], 1 + (arch == "sm_100"))
             block = [1, tiles.block_m, tiles.block_n // stores]
             args.append(descriptor(dtype, (1, 512, 512), block) if tma and n % 8 == 0 else None)
-        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8, *((16, 2) if kernel is ag_gemm_kernel else ())]
+            more = args[4:9] if weights > 1 else [None] * 5
+            args += [*more, *(args[4:9] if weights > 2 else [None] * 5)]
+        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
+        args += [16, 2, rows, n, stride, n, stride] if kernel is ag_gemm_kernel else []
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]

@@ -34,6 +34,15 @@ def test_ag_gemm_with_fixed_half_compiles(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("weights", [2, 3])
+def test_ag_gemm_of_several_weights_compiles(weights, arch):
+    compiled = compile_gemm(ag_gemm_kernel, arch, BF16, weights=weights, bias=weights == 3)
+    if arch == "sm_90":  # the loop still reads both operands through tensor maps
+        ptx = compiled.asm["ptx"]
+        assert "wgmma.mma_async" in ptx and ptx.find("ldmatrix", 0, ptx.rindex("wgmma.mma_async")) == -1
+
+
 @pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
 @pytest.mark.parametrize("w_is_kn", [False, True])
 def test_main_loop_on_hopper_uses_wgmma_and_tma(kernel, w_is_kn):

@@ -1,6 +1,6 @@
 """Operands of a GEMM: memory layout, tensor descriptors and kernel arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +113,27 @@ def product(
     constants = compiled_for(x, weight, bias, tiles)
     constants = constants._replace(use_tma=constants.use_tma and by_tma)
     return weight, stride_w, *product_descriptors(x, weight, constants), {"PRODUCT": constants, **tiles.options()}
+
+
+def products(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], tiles: "Tiles",
+) -> tuple[list[torch.Tensor], list[int], TensorDescriptor | None, list[TensorDescriptor | None], dict[str, Any]]:
+    """Return arguments for a kernel of x @ weight.T for several weights.
+
+    All weights have the same layout. The kernel is compiled for the properties that all of them have.
+
+    Returns:
+        (weights, their strides, descriptor of x, descriptors of the weights, constants).
+    """
+    each = [product(x, weight, bias, tiles) for weight, bias in zip(weights, biases, strict=True)]
+    weights, strides, x_descs, w_descs, constants = map(list, zip(*each, strict=True))
+    compiled = [one["PRODUCT"] for one in constants]
+    common = compiled[0]._replace(
+        aligned=all(one.aligned for one in compiled), use_tma=all(one.use_tma for one in compiled)
+    )
+    if not common.use_tma:
+        x_descs, w_descs = [None], [None] * len(each)
+    return weights, strides, x_descs[0], w_descs, {**constants[0], "PRODUCT": common}
 
 
 def dot_precision(dtype: torch.dtype) -> str:

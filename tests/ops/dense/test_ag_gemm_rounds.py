@@ -39,8 +39,8 @@ def test_programs_begin_late_if_the_push_ends_before_the_gemm(monkeypatch):
     def programs(rows, n, k):
         x, weight = torch.empty(rows, k), torch.empty(n, k)
         topology = Topology(0, 2, 2)
-        pieces, _ = launch._count(x, weight, config.num_comm_sms, topology, config)
-        return launch._programs(x, weight, pieces, config.num_comm_sms, topology, config)
+        pieces, _ = launch._count(x, [weight], config.num_comm_sms, topology, config)
+        return launch._programs(x, [weight], pieces, config.num_comm_sms, topology, config)
 
     number, (num_late, first_late) = programs(16, 1600, 16)
     assert (number, num_late) == (2 + 2 + 2, 2) and first_late > 0

@@ -5,8 +5,9 @@ in this rank's memory. The waiters are the tiles with rows of the chunk.
 
 The programs that multiply have a fixed share of the tiles, and one flattened loop over all of them: while a program
 stores a tile, the loads of its next tile are in flight. A wait is part of this loop. So the loop has a single main loop
-per tile, which reads this rank's rows from x and those of the peers from the buffer. In a round, each of these programs
-computes one tile. ``num_late`` of them take part from round ``first_late`` on: they start on the SMs of the programs
+per tile, which reads this rank's rows from x and those of the peers from the buffer. With several weights, the tile
+columns of all of them follow one another, and each tile selects its weight. In a round, each of these programs computes
+one tile. ``num_late`` of them take part from round ``first_late`` on: they start on the SMs of the programs
 that push, when these have finished.
 
 Progress (invariant 1): only the programs that multiply wait, and only for programs that push, on any rank. These have
@@ -59,28 +60,35 @@ def _rounds(place, tiles, on_time, num_late, first_late):
 
 
 @td.jit
-def _selected(own, gathered, is_own):
-    """Return a pointer or descriptor. The compiler turns the branch into a selection."""
-    found = gathered
-    if is_own:
-        found = own
+def _selected(one, other, is_one):
+    """Return ``one`` if ``is_one``, otherwise ``other``: pointers or descriptors.
+
+    The compiler turns the branch into a selection.
+    """
+    found = other
+    if is_one:
+        found = one
     return found
 
 
 # Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m", "num_late",
-    "first_late",
+    "first_late", "segment_rows", "N_2", "stride_w_2", "N_3", "stride_w_3",
 ])
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, y_desc,
-    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late,
+    w_ptr_2, w_desc_2, bias_ptr_2, y_ptr_2, y_desc_2, w_ptr_3, w_desc_3, bias_ptr_3, y_ptr_3, y_desc_3,
+    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
+    N_2, stride_w_2, N_3, stride_w_3,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
+    """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [M_shard / segment_rows, ranks, segment_rows, N].
 
     Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival;
     the last num_late of them begin in round first_late.
+
+    w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
@@ -89,9 +97,7 @@ def ag_gemm_kernel(
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    N = as_aligned(N, PRODUCT.aligned)
     K = as_aligned(K, PRODUCT.aligned)
-    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
@@ -102,6 +108,13 @@ def ag_gemm_kernel(
     is_void = td.is_void_for_all(signal)  # a peer may still read the data of an earlier launch
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    starts_2 = tiles_n
+    starts_3 = tiles_n
+    if w_ptr_2 is not None:
+        starts_3 += (N_2 + BLOCK_N - 1) // BLOCK_N
+        tiles_n = starts_3
+    if w_ptr_3 is not None:
+        tiles_n += (N_3 + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
@@ -130,6 +143,36 @@ def ag_gemm_kernel(
         is_own = source == me
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
+        # The weight of the tile. Variables of another name, because the arguments must not change from tile to tile.
+        w, b_desc, bias, out, out_desc, n, stride = w_ptr, w_desc, bias_ptr, y_ptr, y_desc, N, stride_w
+        if w_ptr_2 is not None:
+            is_2 = pid_n >= starts_2
+            col = tl.where(is_2, col - starts_2 * BLOCK_N, col)
+            n = tl.where(is_2, N_2, n)
+            stride = tl.where(is_2, stride_w_2, stride)
+            w = _selected(w_ptr_2, w, is_2)
+            out = _selected(y_ptr_2, out, is_2)
+            if PRODUCT.use_tma:
+                b_desc = _selected(w_desc_2, b_desc, is_2)
+            if PRODUCT.has_bias:
+                bias = _selected(bias_ptr_2, bias, is_2)
+            if y_desc is not None:
+                out_desc = _selected(y_desc_2, out_desc, is_2)
+        if w_ptr_3 is not None:
+            is_3 = pid_n >= starts_3
+            col = tl.where(is_3, (pid_n - starts_3) * BLOCK_N, col)
+            n = tl.where(is_3, N_3, n)
+            stride = tl.where(is_3, stride_w_3, stride)
+            w = _selected(w_ptr_3, w, is_3)
+            out = _selected(y_ptr_3, out, is_3)
+            if PRODUCT.use_tma:
+                b_desc = _selected(w_desc_3, b_desc, is_3)
+            if PRODUCT.has_bias:
+                bias = _selected(bias_ptr_3, bias, is_3)
+            if y_desc is not None:
+                out_desc = _selected(y_desc_3, out_desc, is_3)
+        n = as_aligned(n, PRODUCT.aligned)
+        stride = as_aligned(stride, PRODUCT.aligned)
         if source != me:
             td.mark(trace, "waits", source)
         # producer: push_shard of the source, or its copy engine. Of this rank's own rows no signal is expected.
@@ -142,18 +185,20 @@ def ag_gemm_kernel(
             in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)
             acc = gemm_tile(
                 acc, x_ptr, _selected(x_desc, gathered_desc, is_own), tl.where(is_own, 0, half),
-                tl.where(is_own, row, in_buffer), M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+                tl.where(is_own, row, in_buffer), M_shard, w, b_desc, col, stride, n, K, K, PRODUCT,
             )
         else:
             # A multiple of 16: see slot_rows_of.
             slot = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes, seen)
             rows_ptr = td.pointer_to(tl.where(is_own, x_ptr.to(tl.int64), slot), x_ptr.dtype.element_ty)
             acc = gemm_tile(
-                acc, rows_ptr, None, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+                acc, rows_ptr, None, 0, row, M_shard, w, None, col, stride, n, K, K, PRODUCT,
             )
-        y = td.from_float32(with_bias(acc, bias_ptr, col + tl.arange(0, BLOCK_N), N, PRODUCT.has_bias), DTYPE)
+        y = td.from_float32(with_bias(acc, bias, col + tl.arange(0, BLOCK_N), n, PRODUCT.has_bias), DTYPE)
         td.mark(trace, "stores")
-        store_tile(y_ptr, y_desc, y, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, STORES)
+        store_tile(
+            out, out_desc, y, source, row, col, M_shard, n, segment_rows, ranks, BLOCK_M, BLOCK_N, STORES
+        )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)

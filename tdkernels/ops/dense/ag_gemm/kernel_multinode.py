@@ -23,8 +23,7 @@ from tdkernels.ops.collectives.kernel_async_multinode import (
     send_shard,
     source_at,
 )
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
-from tdkernels.ops.dense.ag_gemm.tile import store_tile
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 
 
 @td.jit
@@ -137,7 +136,8 @@ def ag_gemm_nodes_kernel(
                 td.mark(trace, "stores")
                 acc = with_bias(acc, bias_ptr, col + tl.arange(0, BLOCK_N), N, PRODUCT.has_bias)
                 y = td.from_float32(acc, y_ptr.dtype.element_ty)
-                store_tile(y_ptr, None, y, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, 1)
+                y_rows = y_ptr + source.to(tl.int64) * M_shard * N
+                store_rows(y_rows, y, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
                 answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")

@@ -1,7 +1,9 @@
 """Launch the kernels of ag_gemm, or compile them ahead of time."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, block
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, output_spec
+from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_WORDS = 4096
+MAX_WEIGHTS = 3  # of one call of the kernel: each is a separate argument
 
 
 def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
@@ -37,32 +40,45 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
     return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
 
 
-def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config, num_nodes, late):
-    """Return the kernel's arguments and constants.
+def _arguments(
+    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late, segment_rows
+):
+    """Return the arguments and constants of the kernel.
 
     ``gathered`` describes the gathered rows: (first row as [1, K], planes, rows per plane, elements between planes).
-    ``late``: the arguments num_late and first_late, on one node.
+    ``late``: the arguments num_late and first_late on one node; None on several nodes, for one weight.
     """
     tiles = config.tiles
     rows, k = x.shape
-    n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    weights, strides, x_desc, w_descs, constants = gemm_operands.products(x, weights, biases, tiles)
     constants |= {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half}
-    gathered_desc, y_descs = None, []
+    gathered_desc = None
     if constants["PRODUCT"].use_tma:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
-    if num_nodes == 1:
-        constants["STORES"] = stores = num_stores(
-            tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device)
-        )
-        by_engine = constants["PRODUCT"].use_tma and n % 8 == 0
-        y_descs = [_output_descriptor(y, rows, n, tiles, stores) if by_engine else None]
-    args = (
-        ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y, *y_descs,
-        rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
-        *(late if num_nodes == 1 else ()),
+    sizes = [(weight.shape[0], stride) for weight, stride in zip(weights, strides, strict=True)]
+    before = ctx, x, x_desc, gathered_desc
+    common = (
+        rows, sizes[0][0], k, sizes[0][1], slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
     )
+    if late is None:
+        return (*before, weights[0], w_descs[0], biases[0], ys[0], *common), constants
+    y_descs = _output_descriptors(x, ys, config, segment_rows, constants)
+    pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
+    unused = MAX_WEIGHTS - len(weights)
+    pointers, sizes = pointers + [(None,) * 5] * unused, sizes + [(0, 0)] * unused
+    args = (*before, *chain.from_iterable(pointers), *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
     return args, constants
+
+
+def _output_descriptors(x, ys, config, segment_rows, constants):
+    """Return the descriptor of each output or None, and set the constant STORES."""
+    tiles = config.tiles
+    constants["STORES"] = stores = num_stores(
+        tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device)
+    )
+    whole_tiles = segment_rows == x.shape[0] or segment_rows % tiles.block_m == 0
+    by_engine = constants["PRODUCT"].use_tma and whole_tiles and all(y.shape[1] % 8 == 0 for y in ys)
+    return [_output_descriptor(y, segment_rows, tiles, stores) if by_engine else None for y in ys]
 
 
 def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int) -> int:
@@ -76,8 +92,10 @@ def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int) 
     return stores
 
 
-def _output_descriptor(y, rows, n, tiles, stores):
-    """Return the descriptor of y [W * rows, n] as [W, rows, n] for one of ``stores`` column blocks of a tile."""
+def _output_descriptor(y, rows, tiles, stores):
+    """Return the descriptor of y [planes * rows, n] as [planes, rows, n] for one of ``stores`` column blocks of a tile.
+    """
+    n = y.shape[1]
     shape = [max(y.shape[0] // max(rows, 1), 1), rows, n]
     return TensorDescriptor(y, shape, [rows * n, n, 1], [1, tiles.block_m, tiles.block_n // stores])
 
@@ -94,10 +112,10 @@ def compile(
         return launch_one_shot.compile(x, weight, bias, config)
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    y = x.new_empty(1, weight.shape[0])
-    fixed_half = config.transport == "copy_engine"
+    fixed_half, late = config.transport == "copy_engine", None if num_nodes > 1 else (0, 0)
     args, constants = _arguments(
-        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config, num_nodes, (0, 0)
+        ctx, x, (x, 1, x.shape[0], x.numel()), [weight], [bias], [x.new_empty(1, weight.shape[0])], x.shape[0], 0, 0,
+        fixed_half, config, late, x.shape[0],
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -138,14 +156,66 @@ def launch(
     """
     if config.method == "parts":
         fields = with_config(problem_fields(x, weight), config)
-        return pipelined.launch(x, weight, bias, group, config, fields, keep_gathered)
+        (y,), gather = pipelined.launch(x, [weight], [bias], group, config, fields, keep_gathered)
+        return y, gather
     config = _multinode_config(config, group_state(group).topology.num_nodes)
-    if keep_gathered and config.transport == "one_shot":
-        config = _push_config(config)  # only in a backward: "one_shot" does not keep the gathered x
     if keep_gathered or config.transport == "copy_engine":
-        return _launch_with_gather(*gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
-    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+        x, weight, bias = gemm_operands.ready(x, weight, bias)
+        (y,), gather = _launch_with_gather(x, [weight], [bias], group, config, keep_gathered, x.shape[0])
+        return y, gather
+    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one)
     return y, None
+
+
+def launch_several(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    group: "dist.ProcessGroup", config: "AgGemmConfig", keep_gathered: bool, segment_rows: int,
+) -> tuple[list[torch.Tensor], AsyncAllGather | None]:
+    """Run the kernel with method "fused" for up to MAX_WEIGHTS weights of one layout, on one node.
+
+    Args:
+        segment_rows: Rows of x that follow one another in the outputs: all rows of x for [M, N]. The outputs are
+            [rows / segment_rows, W, segment_rows, N].
+
+    Returns:
+        (outputs, gather) as for ``launch``.
+    """
+    if keep_gathered or config.transport == "copy_engine":
+        x, weights, biases = _ready(x, weights, biases)
+        return _launch_with_gather(x, weights, biases, group, config, keep_gathered, segment_rows)
+    return launch_cached(*_several_call(x, weights, biases, group, config, segment_rows)), None
+
+
+def bind_several(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    group: "dist.ProcessGroup", config: "AgGemmConfig", segment_rows: int,
+) -> Launch | None:
+    """Return the Launch of ``launch_several``; None as for ``bind``."""
+    if config.transport == "copy_engine":
+        return None
+    call = _several_call(x, weights, biases, group, config, segment_rows)
+    return bind_uncopied((x, *weights, *biases), *call)
+
+
+def _several_call(x, weights, biases, group, config, segment_rows):
+    """Return the arguments of ``launch_cached``."""
+    count = len(weights)
+    key = config, gemm_operands.dot_precision(x.dtype), segment_rows, count
+    prepare = lambda x, *rest: _prepare(  # noqa: E731
+        _workspace(x, group, config), x, rest[:count], rest[count:], config, segment_rows
+    )
+
+    def ready(x, *rest):
+        x, weights, biases = _ready(x, rest[:count], rest[count:])
+        return x, *weights, *biases
+
+    return _workspace(x, group, config), key, (x, *weights, *biases), prepare, ready
+
+
+def _ready(x, weights, biases):
+    """Return operands with layouts that the kernel supports (``gemm_operands.ready``)."""
+    each = [gemm_operands.ready(x, *one)[1:] for one in zip(weights, biases, strict=True)]
+    return gemm_operands.rows_contiguous(x), *map(list, zip(*each, strict=True))
 
 
 def bind(
@@ -156,7 +226,7 @@ def bind(
     config = _multinode_config(config, group_state(group).topology.num_nodes)
     if config.transport == "copy_engine":
         return None
-    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one)
 
 
 def _workspace(x, group, config):
@@ -164,42 +234,60 @@ def _workspace(x, group, config):
     return get_workspace(group, x.device, name, across_nodes=True)
 
 
-def _prepare(workspace, x, weight, bias, config):
-    """Return the Launch of the kernel that also sends this rank's shard."""
-    fields = with_config(problem_fields(x, weight), config)
+def _prepare_one(workspace, x, weight, bias, config):
+    """Return the Launch for one weight."""
     if config.transport == "one_shot":
+        fields = with_config(problem_fields(x, weight), config)
         return launch_one_shot.prepare(workspace, x, weight, bias, config, fields)
+    return _prepare(workspace, x, [weight], [bias], config, x.shape[0])
+
+
+def _prepare(workspace, x, weights, biases, config, segment_rows):
+    """Return the Launch of the kernel that also sends this rank's shard."""
+    fields = with_config(_fields(x, weights, segment_rows), config)
     rows, k = x.shape
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
     plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
-    y = output_spec(x, ranks * rows, weight.shape[0])
+    ys = [output_spec(x, ranks * rows, weight.shape[0]) for weight in weights]
     num_comm, topology = config.num_comm_sms, workspace.group.topology
-    pieces, turns = _count(x, weight, num_comm, topology, config)
-    programs, late = _programs(x, weight, pieces, num_comm, topology, config)
+    pieces, turns = _count(x, weights, num_comm, topology, config)
+    programs, late = _programs(x, weights, pieces, num_comm, topology, config)
     args, constants = _arguments(
-        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config, topology.num_nodes, late
+        workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, False, config, late, segment_rows
     )
     constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
-    grid = (programs,)
-    fixed = workspace.ctx, gathered[0]
-    return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
+    operands, fixed = (x, *weights, *biases), (workspace.ctx, gathered[0])
+    return Launch(workspace, _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed)
+
+
+def _fields(x, weights, segment_rows):
+    """Return ``problem_fields`` for any number of weights."""
+    fields = problem_fields(x, weights[0])
+    if len(weights) > 1:
+        fields["N/W"] = ", ".join(str(weight.shape[0]) for weight in weights)
+    if segment_rows != x.shape[0]:
+        fields["rows of a segment"] = segment_rows
+    return fields
 
 
 @whole_call
-def _launch_with_gather(x, weight, bias, group, config, keep_gathered):
+def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segment_rows):
     """Launch the kernel on the memory of an AsyncAllGather, for the copy engine or because the caller reads it later.
 
-    Returns as ``launch``, but an AsyncAllGather that is already closed if it is not kept.
+    Returns as ``launch_several``.
     """
+    if config.transport == "one_shot":
+        config = _push_config(config)  # "one_shot" does not keep the gathered x
     rows, k = x.shape
     copies = config.transport == "copy_engine"
-    fields, chunk_rows = with_config(problem_fields(x, weight), config), config.chunk_tiles * config.tiles.block_m
+    fields = with_config(_fields(x, weights, segment_rows), config)
+    chunk_rows = config.chunk_tiles * config.tiles.block_m
     gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies)
     workspace, topology = gather.workspace, gather.topology
-    y = x.new_empty(topology.world_size * rows, weight.shape[0])
+    ys = [x.new_empty(topology.world_size * rows, weight.shape[0]) for weight in weights]
     gather.begin()
     num_comm = config.num_comm_sms
     if copies:
@@ -207,49 +295,51 @@ def _launch_with_gather(x, weight, bias, group, config, keep_gathered):
         num_comm = 0
     all_rows = topology.world_size * gather.slot_rows
     gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
-    pieces, turns = _count(x, weight, num_comm, topology, config)
-    programs, late = _programs(x, weight, pieces, num_comm, topology, config)
+    pieces, turns = _count(x, weights, num_comm, topology, config)
+    programs, late = _programs(x, weights, pieces, num_comm, topology, config)
     args, constants = _arguments(
-        workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config,
-        topology.num_nodes, late,
+        workspace.ctx, x, gathered, weights, biases, ys, gather.slot_rows, gather.plan, num_comm, True, config, late,
+        segment_rows,
     )
     _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=recorder.buffer(x.device, pieces, turns))
-    if not keep_gathered:
-        gather.close()
-    return y, gather
+    if keep_gathered:
+        return ys, gather
+    gather.close()
+    return ys, None
 
 
 def _num_chunks(rows, config):
     return cdiv(rows, config.chunk_tiles * config.tiles.block_m)
 
 
-def _count(x, weight, num_comm, topology, config):
+def _count(x, weights, num_comm, topology, config):
     """Return (number of work items, maximum number of trace events of an item that sends)."""
     tiles = config.tiles
     comm, turns = _comm_pieces(num_comm, _num_chunks(x.shape[0], config), topology)
     if topology.num_nodes == 1:
-        return comm + topology.world_size * tiles.count(x.shape[0], weight.shape[0]), turns
-    tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weight.shape[0], tiles.block_n)
+        return comm + topology.world_size * sum(tiles.count(x.shape[0], weight.shape[0]) for weight in weights), turns
+    tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weights[0].shape[0], tiles.block_n)
     remote = (topology.world_size - 1) * _num_chunks(x.shape[0], config) * config.chunk_tiles * tiles_n
     return comm + tiles_m * tiles_n + remote, turns
 
 
-def _programs(x, weight, pieces, num_comm, topology, config):
+def _programs(x, weights, pieces, num_comm, topology, config):
     """Return (number of programs of a launch with ``pieces`` work items, (num_late, first_late) of the kernel)."""
     if topology.num_nodes > 1:
         return min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype)), None
     fit = gpu.resident_programs(x.device, config.tiles, x.dtype, gpu.MOST_REGISTERS)
     tiles, on_time = pieces - num_comm, max(fit - num_comm, 1)
-    first_late = _rounds_of_push(x, weight, num_comm, topology.world_size, config) if num_comm else 0
+    first_late = _rounds_of_push(x, weights, num_comm, topology.world_size, config) if num_comm else 0
     if not num_comm or first_late * on_time >= tiles:
         return num_comm + min(on_time, tiles), (0, 0)
     return num_comm + on_time + num_comm, (num_comm, first_late)
 
 
-def _rounds_of_push(x, weight, num_comm, world_size, config):
+def _rounds_of_push(x, weights, num_comm, world_size, config):
     """Return in how many rounds of tiles the programs that push finish, by the cost model."""
     rates = hardware(x.device, x.dtype)
     rows, k = x.shape
     pushed = (world_size - 1) * rows * k * x.element_size() / push_rate(num_comm, rates)
-    _, tile = product_s(world_size * rows, weight.shape[0], k, x.dtype, config.tiles, rates.num_sms, rates)
+    n = sum(weight.shape[0] for weight in weights)
+    _, tile = product_s(world_size * rows, n, k, x.dtype, config.tiles, rates.num_sms, rates)
     return max(1, math.ceil(pushed / tile))

@@ -36,7 +36,8 @@ Example:
     y = tdkernels.ag_gemm(x, weight)            # instead of all_gather_into_tensor(full, x); y = full @ weight.T
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +46,11 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_gather_rows
-from tdkernels.ops.dense.ag_gemm import launch
+from tdkernels.ops.dense.ag_gemm import launch, multi
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
+from tdkernels.ops.dense.layout import check_dim, rows_to_dim
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients
 from tdkernels.runtime.call_cache import lookup_run
@@ -57,14 +59,20 @@ from tdkernels.symm import GroupLike, resolve_group
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+_LISTS = (list, tuple)
+
 
 @torch.no_grad()
 def ag_gemm_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: Any, bias: Any = None, *, dim: int = 0, return_gathered: bool = False,
+    group: GroupLike = None,
+) -> Any:
     """Compute ``ag_gemm`` in plain torch: an all-gather, then a GEMM. Arguments as for ``ag_gemm``; no gradient."""
     group = resolve_group(group)
-    return F.linear(all_gather_rows(x, group), weight, bias)
+    gathered = rows_to_dim(all_gather_rows(x.reshape(-1, x.shape[-1]), group), x.shape, dim, group.size())
+    products = [F.linear(gathered, *one) for one in zip(*multi.as_lists(weight, bias), strict=True)]
+    y = products if isinstance(weight, _LISTS) else products[0]
+    return (y, gathered) if return_gathered else y
 
 
 # ---- torch.library operators, for torch.compile ----
@@ -126,28 +134,57 @@ class _AgGemm(torch.autograd.Function):
         return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None
 
 
+@overload
 def ag_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
-    config: AgGemmConfig | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0,
+    return_gathered: Literal[False] = False, group: GroupLike = None, config: AgGemmConfig | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor | None] | None = None, *, dim: int = 0,
+    return_gathered: Literal[False] = False, group: GroupLike = None, config: AgGemmConfig | None = None,
+) -> list[torch.Tensor]: ...
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None, *, dim: int = 0, return_gathered: bool,
+    group: GroupLike = None, config: AgGemmConfig | None = None,
+) -> Any: ...
+
+
+def ag_gemm(
+    x: torch.Tensor, weight: Any, bias: Any = None, *, dim: int = 0, return_gathered: bool = False,
+    group: GroupLike = None, config: AgGemmConfig | None = None,
+) -> Any:
     """All-gather x along its rows, and multiply it by ``weight.T`` while the shards arrive.
 
     If the group spans several nodes, each shard crosses the network once per other node and is relayed there.
 
     Args:
         x: This rank's rows, [M / W, K] in bf16, fp16 or fp32. Further leading dimensions are flattened and restored:
-            [B, S, K] gives [W * B, S, N / W], in which block r of B rows belongs to rank r.
-        weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x.
-        bias: [N / W] in the dtype of x, or None.
+            [S / W, B, K] gives [S, B, N / W].
+        weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x. Or a list of
+            weights [N_i / W, K], such as those of q, k and v: x is gathered once.
+        bias: [N / W] in the dtype of x, or None. For a list of weights, a list of the same length, or None.
+        dim: The dimension of x that is gathered: 0, or 1 for [B, S / W, K], which gives [B, S, N / W]. Block r of the
+            gathered dimension belongs to rank r.
+        return_gathered: Whether the gathered x is returned, too.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
-        config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
+        config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune). For a
+            list of weights it is selected for the sum of the N_i.
 
     Returns:
-        y [M, N / W] in the dtype of x, accumulated in fp32.
+        y [M, N / W] in the dtype of x, accumulated in fp32; for a list of weights, a list of outputs. With
+        ``return_gathered``: (y, gathered x), for example [M, K], a new tensor.
 
     Gradient:
         dx = reduce_scatter(dy @ weight), dweight = dy.T @ all_gather(x), dbias = dy.sum(0). Each has the shape of its
-        operand.
+        operand. With several weights, dx is the sum over them. A gradient of the gathered x is reduce-scattered and
+        added to dx; all ranks must use the gathered x, or none.
 
     Raises:
         TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
@@ -167,6 +204,8 @@ def ag_gemm(
         (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
+    if return_gathered or dim != 0 or isinstance(weight, _LISTS) or isinstance(bias, _LISTS):
+        return _general(x, weight, bias, dim, return_gathered, group, config)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
@@ -180,3 +219,37 @@ def ag_gemm(
     y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
     keep_call(key, "ag_gemm", launch, run, group, x, weight, bias, config, x_rows, y)
     return y
+
+
+def _general(x, weight, bias, dim, return_gathered, group, config):
+    """Execute ``ag_gemm`` with all its options."""
+    several = isinstance(weight, _LISTS)
+    weights, biases = multi.as_lists(weight, bias)
+    given = x, *weights, *biases
+    settings = config, dim, return_gathered, len(weights), get_mode()
+    known, key = lookup_run("ag_gemm, general", group, given, settings)
+    if known is not None:
+        return _as_returned(known(group, *given), several, return_gathered)
+    x, *others = autograd.apply_autocast(*given)
+    weights, biases = others[: len(weights)], others[len(weights) :]
+    for one, its_bias in zip(weights, biases, strict=True):
+        validation.check_operands("ag_gemm", x, one, its_bias)
+    check_dim("ag_gemm", "x", x, dim)
+    check_config("ag_gemm", config, AgGemmConfig, x)
+    x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    segment_rows = x_rows.shape[0] // max(x.shape[0], 1) if dim == 1 else x_rows.shape[0]
+    call = x_rows, weights, biases, segment_rows, return_gathered
+    results = multi.ag_gemm_multi(*call, group.group_name, as_argument(config))
+    lead = [*x.shape[:-1]]
+    lead[dim] *= group.size()
+    shapes = [(*lead, result.shape[1]) for result in results]
+    multi.keep_call(key, group, *call, config, shapes)
+    results = [result.view(shape) for result, shape in zip(results, shapes, strict=True)]
+    return _as_returned(results, several, return_gathered)
+
+
+def _as_returned(results, several, return_gathered):
+    """Return the results [outputs, gathered x] as ``ag_gemm`` does."""
+    ys, gathered = (results[:-1], results[-1]) if return_gathered else (results, None)
+    y = ys if several else ys[0]
+    return (y, gathered) if return_gathered else y

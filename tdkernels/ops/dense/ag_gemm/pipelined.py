@@ -5,7 +5,7 @@ send at the same time, each to another rank. The GEMM has all SMs and the speed 
 hand the GEMM of a chunk cannot start before the whole chunk has arrived, and the last chunk overlaps with nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,28 +23,31 @@ if TYPE_CHECKING:
 
 @whole_call
 def launch(
-    x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", group: "dist.ProcessGroup",
-    config: "AgGemmConfig", fields: Mapping[str, Any], keep_gathered: bool,
-) -> "tuple[torch.Tensor, AsyncAllGather | None]":
-    """Run ag_gemm with method "parts".
+    x: "torch.Tensor", weights: "Sequence[torch.Tensor]", biases: "Sequence[torch.Tensor | None]",
+    group: "dist.ProcessGroup", config: "AgGemmConfig", fields: Mapping[str, Any], keep_gathered: bool,
+) -> "tuple[list[torch.Tensor], AsyncAllGather | None]":
+    """Run ag_gemm with method "parts" for each weight; return (outputs, gather).
 
-    Arguments and results as for ``ag_gemm.launch.launch``; ``fields`` must be equal on all ranks.
+    ``fields`` must be equal on all ranks. ``keep_gathered`` and ``gather`` as for ``ag_gemm.launch.launch``.
     """
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)
     gather = AsyncAllGather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
-    y = x.new_empty(gather.world_size, rows, weight.shape[0])
+    ys = [x.new_empty(gather.world_size, rows, weight.shape[0]) for weight in weights]
+    made = list(zip(weights, biases, ys, strict=True))
     with ExitStack() as closing:
         closing.enter_context(gather)
         gather.copy(own=keep_gathered)
-        product(x, weight, bias, y[gather.rank])
+        for weight, bias, y in made:
+            product(x, weight, bias, y[gather.rank])
         for step in range(1, gather.world_size):
             source = gather.source(step)
-            shard, made = gather.gathered[source], y[source]
             for number, (first, count) in enumerate(pieces):
                 gather.wait(step, number)
-                product(shard[first : first + count], weight, bias, made[first : first + count])
+                part = gather.gathered[source, first : first + count]
+                for weight, bias, y in made:
+                    product(part, weight, bias, y[source, first : first + count])
         if keep_gathered:
             closing.pop_all()
-    return y.view(-1, weight.shape[0]), gather if keep_gathered else None
+    return [y.view(-1, y.shape[2]) for y in ys], gather if keep_gathered else None

@@ -49,6 +49,7 @@ from tdkernels.ops.dense.backward import gemm_rs_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
+from tdkernels.ops.dense.layout import check_dim, dim_to_rows, scattered
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import GroupLike, resolve_group
@@ -59,11 +60,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def gemm_rs_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0, group: GroupLike = None,
 ) -> torch.Tensor:
     """Compute ``gemm_rs`` in plain torch: a GEMM, then a reduce-scatter. Arguments as for ``gemm_rs``; no gradient."""
     group = resolve_group(group)
-    z = reduce_scatter_rows(F.linear(x, weight), group)
+    z = reduce_scatter_rows(F.linear(dim_to_rows(x, dim, group.size()), weight), group)
+    z = z.view(*scattered(x.shape, dim, group.size()), weight.shape[0])
     return z if bias is None else z + bias
 
 
@@ -125,16 +127,18 @@ class _GemmRs(torch.autograd.Function):
 
 
 def gemm_rs(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0, group: GroupLike = None,
     config: GemmRsConfig | None = None,
 ) -> torch.Tensor:
     """Multiply x by ``weight.T``, and reduce-scatter the product along its rows while it is computed.
 
     Args:
         x: This rank's columns, [M, K / W] in bf16, fp16 or fp32. M must be divisible by W. Further leading dimensions
-            are flattened and restored: [B, S, K / W] gives [B / W, S, N], block r of z on rank r.
+            are flattened and restored: [S, B, K / W] gives [S / W, B, N], block r of z on rank r.
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        dim: The dimension that is scattered: 0, or 1 for [B, S, K / W], which gives [B, S / W, N]. It must be divisible
+            by W.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmRsConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
@@ -164,20 +168,22 @@ def gemm_rs(
         Reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858).
     """
     group = resolve_group(group)
-    known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))
+    known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, dim, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("gemm_rs", x, weight, bias)
+    check_dim("gemm_rs", "x", x, dim)
     world_size = group.size()
-    if x.shape[0] % world_size:
+    if x.shape[dim] % world_size:
         raise ValueError(
-            f"gemm_rs: the first dimension of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
+            f"gemm_rs: dimension {dim} of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
         )
-    x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    x_rows = dim_to_rows(x, dim, world_size)
     check_config("gemm_rs", config, GemmRsConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = autograd.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
-    z = z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
-    keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z)
+    z = z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
+    if dim == 0:
+        keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z)
     return z

@@ -1,0 +1,256 @@
+"""ag_gemm of several weights, and ag_gemm that also returns the gathered x: one gather serves all of them.
+
+    x [M / W, K] on each rank, weights [N_i / W, K]  ->  y_i [M, N_i / W], and x [M, K]
+
+The rows of the outputs are ordered in segments: [M / W / segment_rows, W, segment_rows, N_i / W]. With one segment per
+rank they are [M, N_i / W]. For x [B, S / W, K] and a segment per sequence they are [B, S, N_i / W].
+
+    method       forward
+    "fused"      the kernel of ag_gemm, with up to three weights. It stores tiles where their rows belong.
+    "parts"      torch's GEMM (cuBLAS) multiplies each chunk that arrives by all weights (``pipelined``)
+    "torch"      all-gather, then one GEMM per weight
+
+With transport "one_shot", for small M, and on several nodes, each weight is a call of its own; if the gathered x is
+returned, "parts" is used there. The other methods order the rows in a pass of their own.
+
+Backward. The gradients of the outputs are concatenated, and so are the weights. So dx is one GEMM-RS and dweight is one
+GEMM, at the cost of one pass over the gradients and the weights. The same pass orders the rows. The gradient of the
+gathered x is reduce-scattered and added to dx.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers torch.ops.tdkernels.reduce_scatter
+from tdkernels.ops.common.config import as_argument, with_config
+from tdkernels.ops.common.gemm_operands import lies_as_kn
+from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.ops.dense.ag_gemm import launch, pipelined
+from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+from tdkernels.ops.dense.layout import by_segment
+from tdkernels.runtime import autograd, call_cache, torch_op
+from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def _joined_on_meta(weights):
+    """Return a meta tensor with the shape and the memory layout of the concatenated weights."""
+    rows, k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    if lies_as_kn(weights[0]):
+        return torch.empty(k, rows, dtype=weights[0].dtype, device="meta").t()
+    return torch.empty(rows, k, dtype=weights[0].dtype, device="meta")
+
+
+def _products(full, weights, biases):
+    return [F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _is_one_launch(weights, biases, return_gathered, group, config):
+    """Return whether one launch of the kernel serves all weights."""
+    if config.method != "fused" or (config.transport == "one_shot" and not return_gathered):
+        return False
+    same_layout = len({lies_as_kn(weight) for weight in weights}) == 1
+    same_biases = len({bias is None for bias in biases}) == 1
+    return len(weights) <= launch.MAX_WEIGHTS and same_layout and same_biases and not spans_nodes(group)
+
+
+@whole_call
+def _run(x, weights, biases, segment_rows, return_gathered, group, config, fields):
+    """Return the outputs, and the gathered x if ``return_gathered``, for a resolved config."""
+    if _is_one_launch(weights, biases, return_gathered, group, config):
+        ys, gather = launch.launch_several(x, weights, biases, group, config, return_gathered, segment_rows)
+        return ys + _kept(gather, x, segment_rows)
+    if config.method == "torch":
+        full = all_gather_rows(x, group)
+        results = [*_products(full, weights, biases), *[full] * return_gathered]
+    elif config.method == "fused" and not return_gathered:
+        results = [launch.launch(x, *one, group, config)[0] for one in zip(weights, biases, strict=True)]
+    else:
+        config = AgGemmConfig(method="parts") if config.method == "fused" else config
+        ys, gather = pipelined.launch(x, weights, biases, group, config, fields, return_gathered)
+        results = ys + _kept(gather, x, x.shape[0])
+    return [by_segment(rows, segment_rows, group.size()) for rows in results]
+
+
+def _kept(gather, x, segment_rows):
+    """Return [a copy of the gathered x] and close the gather; an empty list for None."""
+    if gather is None:
+        return []
+    gather.finish()
+    full = gather.gathered.unflatten(1, (-1, segment_rows)).transpose(0, 1)
+    full = full.clone(memory_format=torch.contiguous_format).view(-1, x.shape[1])
+    gather.close()
+    return [full]
+
+
+# ---- torch.library operator ----
+
+
+def _fields(x, weights, segment_rows, return_gathered):
+    """Return the properties of a call that must be equal on all ranks, before a config is selected."""
+    sizes = ", ".join(str(weight.shape[0]) for weight in weights)
+    fields = {"M/W": x.shape[0], "K": x.shape[1], "N/W": sizes, "dtype": str(x.dtype)}
+    return {**fields, "rows of a segment": segment_rows, "return_gathered": return_gathered}
+
+
+def _forward(x, weights, biases, segment_rows, return_gathered, group, config):
+    group = torch_op.group_by_name(group)
+    if group.size() == 1:
+        return [*_products(x, weights, biases), *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
+    fields = _fields(x, weights, segment_rows, return_gathered)
+    if not x.shape[0]:
+        group_state(group).check_consensus_cached("ag_gemm", fields)
+        return [x.new_empty(0, weight.shape[0]) for weight in weights] + [x.new_empty(x.shape)] * return_gathered
+    config = config_for("ag_gemm", config, x, _joined_on_meta(weights), group, lambda: fields)
+    fields = with_config(fields, config)
+    group_state(group).check_consensus_cached("ag_gemm", fields)
+    return _run(x, weights, biases, segment_rows, return_gathered, group, config, fields)
+
+
+def _fake(x, weights, biases, segment_rows, return_gathered, group, config):
+    rows = torch_op.world_size_by_name(group) * x.shape[0]
+    ys = [x.new_empty(rows, weight.shape[0]) for weight in weights]
+    return [*ys, *[x.new_empty(rows, x.shape[1])] * return_gathered]
+
+
+torch_op.register(
+    "ag_gemm_multi(Tensor x, Tensor[] weights, Tensor?[] biases, SymInt segment_rows, bool return_gathered, str group,"
+    " str config) -> Tensor[]",
+    _forward,
+    _fake,
+)
+
+
+class _AgGemmMulti(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, segment_rows, return_gathered, group, config, number, *weights_and_biases):
+        weights, biases = weights_and_biases[:number], weights_and_biases[number:]
+        ctx.save_for_backward(x, *weights)
+        ctx.segment_rows, ctx.group, ctx.config, ctx.number = segment_rows, group, config, number
+        ctx.set_materialize_grads(False)
+        options = segment_rows, return_gathered, group, config
+        return tuple(torch.ops.tdkernels.ag_gemm_multi(x, weights, biases, *options))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        autograd.reject_second_derivatives("ag_gemm")
+        x, *weights = ctx.saved_tensors
+        number = ctx.number
+        need_dx, _, _, _, _, _, *needed = ctx.needs_input_grad
+        need_dweights, need_dbiases = needed[:number], needed[number:]
+        dys, dgathered = gradients[:number], gradients[number] if len(gradients) > number else None
+        dx, dweights, dbiases = None, [None] * number, [None] * number
+        if any(dy is not None for dy in dys):
+            rows = next(dy.shape[0] for dy in dys if dy is not None)
+            dys = [x.new_zeros(rows, w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights, strict=True)]
+            if need_dx or any(need_dweights):
+                dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), _joined(weights, 0)
+                dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
+                    dy, x, weight, need_dx, any(need_dweights), ctx.group, ctx.config
+                )
+                if any(need_dweights):
+                    dweights = dweight.split([weight.shape[0] for weight in weights])
+            dbiases = [
+                dy.sum(0, dtype=torch.float32).to(dy.dtype) if need else None
+                for dy, need in zip(dys, need_dbiases, strict=True)
+            ]
+        if need_dx and dgathered is not None:
+            rows = _rows_joined([dgathered], ctx.segment_rows, x.shape[0])
+            own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
+            dx = own if dx is None else dx + own
+        dweights = [dweight if need else None for dweight, need in zip(dweights, need_dweights, strict=True)]
+        return dx if need_dx else None, None, None, None, None, None, *dweights, *dbiases
+
+
+def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
+    """Return the arguments weight and bias of ``ag_gemm`` as lists of equal length.
+
+    Raises:
+        TypeError: If only one of them is a list.
+        ValueError: If the list of weights is empty or the lists differ in length.
+    """
+    if not isinstance(weight, (list, tuple)):
+        if isinstance(bias, (list, tuple)):
+            raise TypeError("ag_gemm: bias is a list, so weight must be a list of the same length")
+        return [weight], [bias]
+    if not weight:
+        raise ValueError("ag_gemm: the list of weights is empty")
+    if bias is None:
+        return list(weight), [None] * len(weight)
+    if not isinstance(bias, (list, tuple)):
+        raise TypeError(f"ag_gemm: weight is a list, so bias must be a list or None, not {type(bias).__name__}")
+    if len(bias) != len(weight):
+        raise ValueError(f"ag_gemm: there are {len(weight)} weights but {len(bias)} biases")
+    return list(weight), list(bias)
+
+
+def _joined(tensors, dim):
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _rows_joined(gradients, segment_rows, shard_rows):
+    """Concatenate gradients of outputs [shard_rows / segment_rows, W, segment_rows, N_i] as [W * shard_rows, N]."""
+    if segment_rows != shard_rows:
+        batch = shard_rows // segment_rows
+        gradients = [dy.unflatten(0, (batch, -1, segment_rows)).transpose(0, 1) for dy in gradients]
+        return _joined(gradients, -1).flatten(0, 2)
+    return _joined(gradients, -1)
+
+
+def ag_gemm_multi(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], segment_rows: int,
+    return_gathered: bool, group: str, config: str,
+) -> list[torch.Tensor]:
+    """Return the outputs, and last the gathered x if ``return_gathered``, for validated 2-D operands.
+
+    Args:
+        x: [M / W, K].
+        weights: List of [N_i / W, K].
+        biases: List of [N_i / W] or None, as long as ``weights``.
+        segment_rows: See ``launch.launch_several``. The outputs and the gathered x have this order of rows.
+        return_gathered: Whether the gathered x is returned.
+        group: Name of the process group.
+        config: The config as text.
+    """
+    if autograd.may_be_differentiated((x, *weights, *biases)):
+        results = _AgGemmMulti.apply(x, segment_rows, return_gathered, group, config, len(weights), *weights, *biases)
+    else:
+        results = torch.ops.tdkernels.ag_gemm_multi(x, weights, biases, segment_rows, return_gathered, group, config)
+    return list(results)
+
+
+def keep_call(
+    key: Any, group: "dist.ProcessGroup", rows: torch.Tensor, weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None], segment_rows: int, return_gathered: bool, config: Any, shapes: list[Any],
+) -> None:
+    """Insert a call into the call cache under ``key``, see ``runtime.call_cache.lookup_run``.
+
+    The tensors of the call are x, the weights and the biases. ``rows`` is x as [M / W, K], ``shapes`` are those of the
+    outputs.
+    """
+    if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
+        return
+    config = config_for("ag_gemm", as_argument(config), rows, _joined_on_meta(weights), group, dict)
+    fields = with_config(_fields(rows, weights, segment_rows, return_gathered), config)
+    shape, number = rows.shape, len(weights)
+
+    def again(group, x, *others):
+        call = x.reshape(shape), list(others[:number]), list(others[number:]), segment_rows, return_gathered
+        results = _run(*call, group, config, fields)
+        return [result.view(to) for result, to in zip(results, shapes, strict=True)]
+
+    def bind(group, x, *others):
+        given = x.reshape(shape)
+        if given.data_ptr() != x.data_ptr():
+            return None
+        return launch.bind_several(given, others[:number], others[number:], group, config, segment_rows)
+
+    is_one_launch = _is_one_launch(weights, biases, return_gathered, group, config) and not return_gathered
+    call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_one_launch else None, shapes))

@@ -1,0 +1,54 @@
+"""Layout of operands whose second dimension is gathered or scattered, [B, S, ...]: rows of one rank in one block.
+
+The kernels gather and scatter blocks of rows. In [B, S, H] the rows of a rank, [B, S / W, H], are not one block, unless
+B is 1.
+"""
+
+import torch
+
+
+def check_dim(operator: str, name: str, x: torch.Tensor, dim: int) -> None:
+    """Raise ValueError unless ``dim`` is 0, or 1 and x has the dimensions [B, S, ..., K]."""
+    if dim not in (0, 1):
+        raise ValueError(f"{operator}: dim must be 0 or 1, not {dim!r}")
+    if dim == 1 and x.dim() < 3:
+        raise ValueError(f"{operator}: {name} {list(x.shape)} must have at least 3 dimensions if dim is 1")
+
+
+def rows_to_dim(rows: torch.Tensor, shard: torch.Size, dim: int, world_size: int) -> torch.Tensor:
+    """Return gathered rows [W * shard rows, H] as a tensor whose dimension ``dim`` is that of all ranks.
+
+    Args:
+        rows: The rows of all ranks in rank order.
+        shard: Shape of the shard of a rank, [..., K]; the last size is replaced by H.
+        dim: 0 or 1.
+        world_size: W.
+    """
+    width = rows.shape[1]
+    if dim == 0 or shard[0] == 1:
+        lead = [*shard[:-1]]
+        lead[dim] *= world_size
+        return rows.view(*lead, width)
+    blocks = rows.view(world_size, *shard[:-1], width).transpose(0, 1)
+    return blocks.reshape(shard[0], world_size * shard[1], *shard[2:-1], width)
+
+
+def by_segment(rows: torch.Tensor, segment_rows: int, world_size: int) -> torch.Tensor:
+    """Return gathered rows [W, B, segment_rows, H] as [B, W, segment_rows, H], both flattened to 2 dimensions."""
+    if rows.shape[0] == world_size * segment_rows:
+        return rows
+    return rows.unflatten(0, (world_size, -1, segment_rows)).transpose(0, 1).reshape(rows.shape)
+
+
+def scattered(shape: torch.Size, dim: int, world_size: int) -> list[int]:
+    """Return the leading sizes of x [..., K] with dimension ``dim`` divided between the ranks."""
+    lead = [*shape[:-1]]
+    lead[dim] //= world_size
+    return lead
+
+
+def dim_to_rows(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
+    """Return x [..., K] as rows [-1, K], the rows of rank 0 first; its dimension ``dim`` belongs to the ranks."""
+    if dim == 1 and x.shape[0] > 1:
+        x = x.unflatten(1, (world_size, -1)).transpose(0, 1)
+    return x.reshape(-1, x.shape[-1])
