@@ -48,6 +48,7 @@ Control and errors:
 Submodules, imported on first use:
     autotune: tuning of configs.
     errors: the exception classes.
+    integrations: the kernels behind operators of other libraries.
     lang: device functions for writing kernels.
     launch: processes as ranks on one machine.
     nn: modules made of the operators.
@@ -107,7 +108,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use o
 
 __version__ = "0.2.0"
 
-_SUBMODULES = ("autotune", "errors", "lang", "launch", "nn", "ops", "sanitizer", "symm", "trace")
+_SUBMODULES = ("autotune", "errors", "integrations", "lang", "launch", "nn", "ops", "sanitizer", "symm", "trace")
 _MODULES = {name: module for module, names in PUBLIC.items() for name in names}
 
 

@@ -21,7 +21,7 @@ LAYERS = [
     ("ops.experts.dispatch",),
     ("ops.experts.ep_moe", "ops.experts.tp_moe"),
     ("", "ops"),  # tdkernels itself, which exports the public names
-    ("nn", "trace", "sanitizer", "solo"),
+    ("nn", "integrations", "trace", "sanitizer", "solo"),
     ("cli",),
     ("__main__",),
 ]

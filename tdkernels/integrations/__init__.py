@@ -1,0 +1,1 @@
+"""Adapters that put the operators behind the interfaces of other libraries. Nothing is installed on import."""

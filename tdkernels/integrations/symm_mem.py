@@ -1,0 +1,283 @@
+"""Kernels of tdkernels behind torch's asynchronous tensor-parallel operators, torch.ops.symm_mem.
+
+    operator                       problem on each of W ranks                                 kernel
+    fused_all_gather_matmul        A [M / W, K], Bs [K, N_i] -> A [M, K], A @ B_i [M, N_i]    ag_gemm
+    fused_matmul_reduce_scatter    A [M, K], B [K, N] -> sum or mean of A @ B [M / W, N]      gemm_rs
+
+A may have more dimensions, of which any but the last is gathered or scattered.
+
+``torch.compile`` (``torch._inductor.config._micro_pipeline_tp``) and torchtitan (``torchtitan.distributed.linear``)
+call these operators. After ``install()`` such programs run on tdkernels without a change. CPU tensors are supported,
+too; torch has no CPU kernel for these operators.
+
+A call runs torch's kernel if the last dimension is gathered or scattered, the dtype is not bf16, fp16 or fp32, A and B
+differ in dtype, Bs is empty, or K or N is 0. On a CPU it runs functional collectives and torch.matmul. ``counts()``
+returns the number of these calls by reason. All ranks must pass the same shapes and dtypes; in torch B may differ.
+
+The scaled pair, fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter, is not overridden: tdkernels has
+no fp8 GEMM yet.
+
+Example:
+    from tdkernels.integrations import symm_mem
+
+    symm_mem.install()
+    loss = model(x)
+    print(symm_mem.counts())
+"""
+
+import contextlib
+import functools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+from tdkernels.ops.common.validation import DTYPES, shape_of
+from tdkernels.ops.dense.ag_gemm.op import ag_gemm
+from tdkernels.ops.dense.gemm_rs.op import gemm_rs
+from tdkernels.runtime.torch_op import group_by_name, world_size_by_name
+
+_GATHER, _SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+_KEYS = ("CUDA", "CPU")
+
+_library: torch.library.Library | None = None
+# Calls that run on tdkernels, and calls that run torch's kernel by reason; both by operator.
+_own_calls: Counter[str] = Counter()
+_torch_calls: dict[str, Counter[str]] = {_GATHER: Counter(), _SCATTER: Counter()}
+
+
+# ---- validation ----
+
+
+def _check_operands(
+    operator: str, A: torch.Tensor, Bs: Sequence[torch.Tensor], dim_name: str, dim: int, K: int,
+) -> None:
+    """Raise ValueError unless A [..., K] @ B is valid for all Bs and ``dim`` is a dimension of A.
+
+    ``K`` is the number of columns of A in the product. It is larger than in A if the last dimension is gathered.
+    """
+    if A.dim() < 2:
+        raise ValueError(f"{operator}: A must have at least 2 dimensions [rows, K], its shape is {shape_of(A)}")
+    if not 0 <= dim < A.dim():
+        raise ValueError(f"{operator}: {dim_name} must be at least 0 and less than {A.dim()}, not {dim}")
+    for B in Bs:
+        if B.dim() != 2:
+            raise ValueError(f"{operator}: B must have 2 dimensions [K, N], its shape is {shape_of(B)}")
+        if B.shape[0] != K:
+            raise ValueError(f"{operator}: B {shape_of(B)} must have {K} rows for A {shape_of(A)}")
+
+
+def _check_scatter(A, B, reduce_op, scatter_dim, world_size):
+    """Raise ValueError if the arguments of fused_matmul_reduce_scatter are invalid."""
+    _check_operands(_SCATTER, A, [B], "scatter_dim", scatter_dim, A.shape[-1] if A.dim() else 0)
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f'{_SCATTER}: reduce_op must be "sum" or "avg", not {reduce_op!r}')
+    name, tensor, dim = ("B", B, 1) if scatter_dim == A.dim() - 1 else ("A", A, scatter_dim)
+    if tensor.shape[dim] % world_size:
+        raise ValueError(
+            f"{_SCATTER}: dimension {dim} of {name} {shape_of(tensor)} must be divisible by the group's {world_size} "
+            f"ranks"
+        )
+
+
+def _unsupported_reason(A, Bs, dim_name, dim):
+    """Return why tdkernels does not support a valid call, or None. It is the same on all ranks."""
+    if not Bs:
+        return "Bs is empty"
+    if dim == A.dim() - 1:
+        return f"{dim_name} is the last dimension"
+    if any(B.dtype != A.dtype for B in Bs):
+        return "A and B have different dtypes"
+    if A.dtype not in DTYPES:
+        return f"{A.dtype} is not supported"
+    if any(B.numel() == 0 for B in Bs):
+        return "K or N is 0"
+    return None
+
+
+# ---- kernels of the dispatcher ----
+
+
+def _below_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Disable autograd and autocast in a kernel. They still apply to the operators that a Python kernel calls."""
+
+    @functools.wraps(kernel)
+    def call(A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(A.device.type)):
+            return kernel(A, *args, **kwargs)  # entering the contexts takes 10 us
+        with torch.no_grad(), torch.autocast(A.device.type, enabled=False):
+            return kernel(A, *args, **kwargs)
+
+    return call
+
+
+def _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A):
+    """Run torch's kernel; on a CPU, an all-gather and one product per B."""
+    kernel = torch_symm_mem._fused_all_gather_matmul if A.is_cuda else torch_symm_mem._fused_all_gather_matmul_fallback
+    return kernel(A, Bs, gather_dim, group_name, return_A=return_A)
+
+
+def _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size):
+    """Run torch's kernel; on a CPU, a product and a reduce-scatter."""
+    if A.is_cuda:
+        return torch_symm_mem._fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    # Gloo has no average.
+    z = torch_symm_mem._fused_matmul_reduce_scatter_fallback(A, B, "sum", scatter_dim, group_name)
+    return z / world_size if reduce_op == "avg" else z
+
+
+@_below_autograd
+def _all_gather_matmul(
+    A: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Return (gathered A or None, products), with the strides of torch's kernel."""
+    group = group_by_name(group_name)
+    K = A.shape[-1] if A.dim() else 0
+    _check_operands(_GATHER, A, Bs, "gather_dim", gather_dim, K * group.size() if gather_dim == A.dim() - 1 else K)
+    reason = _unsupported_reason(A, Bs, "gather_dim", gather_dim)
+    if reason is not None:
+        _torch_calls[_GATHER][reason] += 1
+        return _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
+    _own_calls[_GATHER] += 1
+    moved = A.movedim(gather_dim, 0)
+    rows, weights = moved.flatten(0, -2), [B.t() for B in Bs]
+
+    def unflatten(result):
+        lead = [group.size() * moved.shape[0], *moved.shape[1:-1]]
+        return result.view(*lead, result.shape[1]).movedim(0, gather_dim)
+
+    if return_A:
+        ys, gathered = ag_gemm(rows, weights, return_gathered=True, group=group)
+        return unflatten(gathered), [unflatten(y) for y in ys]
+    ys = [ag_gemm(rows, weights[0], group=group)] if len(weights) == 1 else ag_gemm(rows, weights, group=group)
+    return None, [unflatten(y) for y in ys]
+
+
+@_below_autograd
+def _matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str,
+) -> torch.Tensor:
+    """Return this rank's part of the sum or mean of A @ B over the ranks. It is contiguous, as torch's result."""
+    world_size = world_size_by_name(group_name)
+    _check_scatter(A, B, reduce_op, scatter_dim, world_size)
+    reason = _unsupported_reason(A, [B], "scatter_dim", scatter_dim)
+    if reason is not None:
+        _torch_calls[_SCATTER][reason] += 1
+        return _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)
+    _own_calls[_SCATTER] += 1
+    moved = A.movedim(scatter_dim, 0)
+    z = gemm_rs(moved.flatten(0, -2), B.t(), group=group_by_name(group_name))
+    if reduce_op == "avg":
+        z.div_(world_size)
+    z = z.view(moved.shape[0] // world_size, *moved.shape[1:-1], B.shape[1])
+    return z.movedim(0, scatter_dim).contiguous()
+
+
+_KERNELS = {_GATHER: _all_gather_matmul, _SCATTER: _matmul_reduce_scatter}
+
+
+# ---- installation ----
+
+
+def _registrations(operator: str, key: str) -> list[str]:
+    """Return the sources of the kernels that are registered for a dispatch key, the active kernel first."""
+    dump = torch._C._dispatch_dump(f"symm_mem::{operator}")
+    return re.findall(rf"^{key}(?: \(inactive\))?: registered at (.*?) ::", dump, re.MULTILINE)
+
+
+def _warn_about_other_overrides() -> None:
+    """Warn if another library has registered a kernel that ``install`` replaces."""
+    source = torch_symm_mem.__file__
+    for operator in _KERNELS:
+        for key in _KEYS:
+            others = [place for place in _registrations(operator, key) if not place.startswith(f"{source}:")]
+            if others:
+                warnings.warn(
+                    f"tdkernels replaces the {key} kernel of symm_mem::{operator} that was registered at "
+                    f"{', '.join(others)}; calls that tdkernels does not support run torch's own kernel",
+                    UserWarning, stacklevel=3,
+                )
+
+
+def install() -> None:
+    """Register the kernels of tdkernels for torch.ops.symm_mem, on CUDA and CPU, in this process.
+
+    The operators are ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``. Results have the shapes and the
+    strides of torch's kernels. A mean is the sum in the dtype of A, divided by W: a fp16 sum may overflow where torch's
+    mean does not. The operators have no gradient, as in torch: callers wrap them in an autograd.Function. A second call
+    does nothing. Counts start at 0.
+
+    Warns:
+        UserWarning: If another library has registered a kernel for one of the operators. tdkernels replaces it until
+            ``uninstall``.
+
+    Contract:
+        Local. All ranks must call it before the first call of an operator, because the kernels of tdkernels and torch
+        do not communicate with each other. Calls of the operators are collective, as ``ag_gemm`` and ``gemm_rs``, and
+        raise their errors. An invalid argument is a ValueError that names it, raised before anything is launched.
+
+    Source:
+        Asynchronous tensor parallelism in torch (torch.distributed._symmetric_memory).
+    """
+    global _library
+    if _library is not None:
+        return
+    _warn_about_other_overrides()
+    _own_calls.clear()
+    for calls in _torch_calls.values():
+        calls.clear()
+    library = torch.library.Library("symm_mem", "IMPL")
+    with warnings.catch_warnings():
+        # torch warns about the first override in a process, even with allow_override.
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
+        for operator, kernel in _KERNELS.items():
+            for key in _KEYS:
+                library.impl(operator, kernel, key, allow_override=True)
+    _library = library
+
+
+def uninstall() -> None:
+    """Remove the kernels of tdkernels, so that the previously registered kernels are active again.
+
+    That is torch's kernel for CUDA, or that of another library, and none for CPU. It does nothing if they are not
+    installed. ``counts`` keeps its values.
+    """
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Install the kernels for a ``with`` block. If they are installed already, they stay so after the block.
+
+    Example:
+        with symm_mem.installed():
+            y = compiled(x)
+    """
+    was_installed = _library is not None
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
+def counts() -> dict[str, dict[str, Any]]:
+    """Return how many calls ran on tdkernels and how many on torch since ``install``, on this rank.
+
+    Calls are counted on the host, so replays of a CUDA graph are not. Calls with invalid arguments are not, either.
+
+    Returns:
+        A dict for each operator: "tdkernels" is a number, "torch" is a dict {reason: number}. For example
+        ``{"fused_all_gather_matmul": {"tdkernels": 3, "torch": {"gather_dim is the last dimension": 1}}, ...}``.
+    """
+    return {
+        operator: {"tdkernels": _own_calls[operator], "torch": dict(_torch_calls[operator])} for operator in _KERNELS
+    }
