@@ -1,7 +1,9 @@
-"""Load and save experts' weights in the layouts of Hugging Face checkpoints.
+"""Load and save complete weights: of divided linear layers, and of experts in the layouts of Hugging Face checkpoints.
 
-A module holds ``w_gate_up`` and ``w_down`` of its rank's experts, or of its rank's part of the intermediate size I. The
-checkpoint layouts are:
+A parallel linear layer holds this rank's ``Part`` of its parameters. The parameters of a checkpoint are complete.
+
+A mixture-of-experts module holds ``w_gate_up`` and ``w_down`` of its rank's experts, or of its rank's part of the
+intermediate size I. The checkpoint layouts are:
 
     fused       experts.gate_up_proj [E, 2 * I, H], gate first, and experts.down_proj [E, H, I]. Used by the modules of
                 transformers 5.
@@ -11,7 +13,7 @@ checkpoint layouts are:
                 the checkpoints of Mixtral.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,57 @@ import torch.distributed as dist
 PARTS = ("gate", "up", "down")
 LAYOUTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 FUSED = ("experts.gate_up_proj", "experts.down_proj")
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."  # a name of torch's checkpoint_wrapper, absent from state dicts
+
+
+class Part(NamedTuple):
+    """One rank's part of a parameter.
+
+    Dimension ``dim`` consists of ``blocks`` blocks of equal size, such as gate and up, and each block is divided
+    between the ranks.
+    """
+
+    dim: int
+    rank: int
+    world_size: int
+    blocks: int = 1
+
+    def of(self, complete: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a complete parameter, as a new tensor.
+
+        It is no view, because ``load_state_dict(assign=True)`` would keep the memory of the complete parameter.
+        """
+        divided = complete.unflatten(self.dim, (self.blocks, self.world_size, -1)).select(self.dim + 1, self.rank)
+        return divided.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the complete parameter for the list of all ranks' parts in rank order."""
+        blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        return torch.cat(blocks, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def complete_shape(self, shape: torch.Size) -> list[int]:
+        """Return the shape of the complete parameter for the shape of a part."""
+        sizes = [*shape]
+        sizes[self.dim] *= self.world_size
+        return sizes
+
+
+class Divided(torch.nn.Module):
+    """Base class of modules whose parameters are divided between the ranks of ``group``.
+
+    ``parts`` maps the name of each divided parameter to its Part. ``load_own_parts`` must be registered as a hook.
+    """
+
+    parts: dict[str, Part]
+    group: Any
+
+
+class Renamed(torch.nn.Module):
+    """Base class of modules whose parameters have other names in a checkpoint."""
+
+    def rename_complete(self, state: dict[str, Any], prefix: str) -> None:
+        """Change the names of the module's complete parameters in ``state`` to those of a checkpoint."""
+        raise NotImplementedError
 
 
 class Shard:
@@ -55,6 +108,37 @@ class Shard:
 
 
 # ---- from a checkpoint ----
+
+
+def load_own_parts(module, state_dict, prefix, *_):
+    """Replace complete parameters by this rank's parts. A ``load_state_dict`` pre-hook of ``Divided`` modules.
+
+    Tensors of other shapes are left unchanged: they are this rank's parts, or ``load_state_dict`` rejects them.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        found, part = state_dict.get(prefix + name), module.parts.get(name)
+        if not isinstance(found, torch.Tensor):
+            continue
+        if part is not None and part.world_size > 1 and [*found.shape] == part.complete_shape(parameter.shape):
+            found = part.of(to_plain_tensor(found))
+        state_dict[prefix + name] = as_dtensor_like(parameter, found)
+
+
+def to_plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor, such as a parameter under FSDP2, as a complete plain tensor, and other tensors unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def as_dtensor_like(parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of the shape of ``parameter`` as a DTensor if ``parameter`` is one, else unchanged.
+
+    All ranks of the mesh of ``parameter`` must have the same ``tensor``; there is no communication.
+    """
+    if not hasattr(parameter, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != parameter.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _take(state_dict, prefix, shard, error_msgs):
@@ -112,17 +196,20 @@ def _gather(tensor, group):
 
 
 def full_state_dict(model: torch.nn.Module, layout: str = "fused") -> dict[str, Any]:
-    """Return the state dict of a model with complete experts, in a layout of Hugging Face.
+    """Return the state dict of a model with complete weights, in a layout of Hugging Face.
 
-    Collective over the groups of the layers. Every rank then holds all experts, which takes memory.
+    The weights of ColumnParallelLinear, RowParallelLinear, SwiGLU, EPMoE and TPMoE are gathered, and so are all
+    DTensors, such as the parameters under FSDP2. Collective over the groups of these layers and the meshes of the
+    DTensors. Every rank then holds all weights, which takes memory.
 
     Args:
-        model: A model that contains EPMoE or TPMoE modules, or such a module itself.
-        layout: "fused", which the modules of transformers 5 load, or "qwen3_moe" or "mixtral", which are the layouts
-            of these models' checkpoints.
+        model: A model that contains such modules, or such a module itself.
+        layout: Layout of the experts: "fused", which the modules of transformers 5 load, or "qwen3_moe" or "mixtral",
+            which are the layouts of these models' checkpoints.
 
     Returns:
-        The state dict, the same on every rank. The experts' weights are new tensors on the device of the model.
+        The state dict, the same on every rank. The names of linear layers are those of torch.nn.Linear, and those of a
+        SwiGLU are gate_proj, up_proj and down_proj. The gathered weights are new tensors on the device of the model.
 
     Raises:
         ValueError: If ``layout`` is unknown.
@@ -130,12 +217,20 @@ def full_state_dict(model: torch.nn.Module, layout: str = "fused") -> dict[str, 
     if layout != "fused" and layout not in LAYOUTS:
         raise ValueError(f"full_state_dict: layout must be one of {('fused', *LAYOUTS)}, not {layout!r}")
     state = model.state_dict()
-    for name, module in model.named_modules():
+    for name, value in state.items():
+        state[name] = to_plain_tensor(value)
+    # Children come first: a Renamed module renames the complete parameters of its children.
+    for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
+        prefix = (name + ".").replace(CHECKPOINT_WRAPPER, "") if name else ""
         if isinstance(getattr(module, "shard", None), Shard):
-            prefix = name + "." if name else ""
             own = (state.pop(prefix + weight) for weight in ("w_gate_up", "w_down"))
             gate_up, down = module.shard.join(*(_gather(weight, module.group) for weight in own))
             state.update((prefix + key, weight) for key, weight in _in_layout(gate_up, down, layout))
+        elif isinstance(module, Divided):
+            for name, part in module.parts.items():
+                state[prefix + name] = part.join(_gather(state[prefix + name], module.group))
+        elif isinstance(module, Renamed):
+            module.rename_complete(state, prefix)
     return state
 
 
