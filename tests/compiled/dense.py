@@ -78,11 +78,12 @@ def compile_gemm(
         split = gemm_ar_split if kernel is gemm_ar_direct_kernel else gemm_rs_split
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, *[sent] * 4, *[None] * 4]
-        args += [rows, n, k, stride, PLAN, 8, 128, *([33] if kernel is gemm_rs_direct_kernel else [])]
+        args += [rows, n, k, stride, PLAN, 8, 128, *([33, rows] if kernel is gemm_rs_direct_kernel else [])]
         constants = {"SLICE": slice_elements(tiles, dtype, 4, split), "SPLIT": split, "RANKS": 4, **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
+        args += [rows] if kernel is gemm_rs_kernel else []
         ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": nodes, "LOCAL": local}
         constants = {**ranks, **constants}
     copying = kernel in (*COPYING_KERNELS, *MULTINODE_KERNELS)

@@ -145,24 +145,25 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def launch_product(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    prepare: Callable[..., "Launch"],
+    prepare: Callable[..., "Launch"], *more: Any,
 ) -> list[torch.Tensor]:
     """Run ``launch_cached`` for a dense operator; return the tensors that the launch allocated, outputs first.
 
     Args:
-        prepare: (workspace, x, weight, bias, config) -> Launch, called with normalized operands (``ready``).
+        prepare: (workspace, x, weight, bias, config, *more) -> Launch, called with normalized operands (``ready``).
+        more: Other properties of the launch.
     """
-    return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare))
+    return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare, more))
 
 
 def bind_product(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    prepare: Callable[..., "Launch"],
+    prepare: Callable[..., "Launch"], *more: Any,
 ) -> "Launch | None":
     """Return the Launch of ``launch_product`` for these operands, or None if one of them must be copied."""
-    return bind_uncopied((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare))
+    return bind_uncopied((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare, more))
 
 
-def _product_call(workspace, x, weight, bias, config, prepare):
-    key = config, dot_precision(x.dtype)
-    return workspace, key, (x, weight, bias), lambda *of: prepare(workspace, *of, config), ready
+def _product_call(workspace, x, weight, bias, config, prepare, more):
+    key = config, dot_precision(x.dtype), *more
+    return workspace, key, (x, weight, bias), lambda *of: prepare(workspace, *of, config, *more), ready

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def forward(
     operator: str, kernel: ModuleType, run: "Callable[..., torch.Tensor]", x: "torch.Tensor", weight: "torch.Tensor",
-    bias: "torch.Tensor | None", group: Any, config: Any,
+    bias: "torch.Tensor | None", group: Any, config: Any, *more: Any,
 ) -> "torch.Tensor":
     """Compute the output for 2-D operands: the body of the torch.library op.
 
@@ -26,12 +26,13 @@ def forward(
         operator: Name of the operator.
         kernel: The operator's module ``launch``; ``problem_fields`` gives the properties that must be equal on all
             ranks.
-        run: (x, weight, bias, group, config) -> output, for a resolved config.
+        run: (x, weight, bias, group, config, *more) -> output, for a resolved config.
         x: [rows, K].
         weight: [N, K].
         bias: [N] or None.
         group: Name of the process group.
         config: The config as text, see ``as_argument``.
+        more: Other arguments of ``run``.
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
@@ -42,12 +43,13 @@ def forward(
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
     if config.method == "torch":
         group_state(group).check_consensus_cached(operator, with_config(kernel.problem_fields(x, weight), config))
-    return run(x, weight, bias, group, config)
+    return run(x, weight, bias, group, config, *more)
 
 
 def keep_call(
     key: Any, operator: str, launch: ModuleType, run: "Callable[..., torch.Tensor]", group: "dist.ProcessGroup",
     x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", config: Any, rows: Any, y: "torch.Tensor",
+    *more: Any,
 ) -> None:
     """Insert a call into the call cache, see ``runtime.call_cache.lookup_run``.
 
@@ -63,6 +65,7 @@ def keep_call(
         config: As given by the caller.
         rows: x as [rows, K].
         y: The output.
+        more: Other arguments of ``run``, which ``launch.bind`` takes, too.
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
@@ -71,12 +74,12 @@ def keep_call(
 
     def again(group, x, weight, bias):
         if flat:
-            return run(x, weight, bias, group, config)
-        return run(x.reshape(rows), weight, bias, group, config).view(shape)
+            return run(x, weight, bias, group, config, *more)
+        return run(x.reshape(rows), weight, bias, group, config, *more).view(shape)
 
     def bind(group, x, weight, bias):
         given = x if flat else x.reshape(rows)
-        return launch.bind(given, weight, bias, group, config) if given.data_ptr() == x.data_ptr() else None
+        return launch.bind(given, weight, bias, group, config, *more) if given.data_ptr() == x.data_ptr() else None
 
     is_fused = config.method == "fused"
     call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_fused else None, shape))

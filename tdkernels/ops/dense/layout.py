@@ -1,7 +1,7 @@
-"""Layout of operands whose second dimension is gathered or scattered, [B, S, ...]: rows of one rank in one block.
+"""Layout of operands whose second dimension is gathered or scattered, [B, S, ...].
 
-The kernels gather and scatter blocks of rows. In [B, S, H] the rows of a rank, [B, S / W, H], are not one block, unless
-B is 1.
+Collectives gather and scatter one block of rows per rank. In [B, S, H] the rows of a rank, [B, S / W, H], consist of B
+segments, each of S / W rows that follow one another: [B, W, segment_rows, H]. If B is 1, they are one block.
 """
 
 import torch
@@ -40,6 +40,12 @@ def by_segment(rows: torch.Tensor, segment_rows: int, world_size: int) -> torch.
     return rows.unflatten(0, (world_size, -1, segment_rows)).transpose(0, 1).reshape(rows.shape)
 
 
+def segment_rows_of(x: torch.Tensor, dim: int, world_size: int) -> int:
+    """Return the rows of a segment of x [..., K] whose dimension ``dim`` is divided between the ranks."""
+    segments = world_size * (x.shape[0] if dim == 1 else 1)
+    return x.shape[:-1].numel() // max(segments, 1)
+
+
 def scattered(shape: torch.Size, dim: int, world_size: int) -> list[int]:
     """Return the leading sizes of x [..., K] with dimension ``dim`` divided between the ranks."""
     lead = [*shape[:-1]]
@@ -47,8 +53,8 @@ def scattered(shape: torch.Size, dim: int, world_size: int) -> list[int]:
     return lead
 
 
-def dim_to_rows(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
-    """Return x [..., K] as rows [-1, K], the rows of rank 0 first; its dimension ``dim`` belongs to the ranks."""
-    if dim == 1 and x.shape[0] > 1:
-        x = x.unflatten(1, (world_size, -1)).transpose(0, 1)
-    return x.reshape(-1, x.shape[-1])
+def by_rank(rows: torch.Tensor, segment_rows: int, world_size: int) -> torch.Tensor:
+    """Return rows [B, W, segment_rows, H] as [W, B, segment_rows, H], both flattened to 2 dimensions."""
+    if rows.shape[0] == world_size * segment_rows:
+        return rows
+    return rows.unflatten(0, (-1, world_size, segment_rows)).transpose(0, 1).reshape(rows.shape)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import tdkernels
 from tdkernels.ops.dense.ag_gemm.config import default_config_for
+from tdkernels.ops.dense.gemm_rs.config import default_config_for as gemm_rs_default
 from tests.support.ranks import device, on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -87,6 +88,7 @@ CASES = [  # shape of x, sizes of the weights of a rank, K, dim
     ((3, 17), (16,), 24, 1),
     ((1, 16), (8, 8), 16, 1),
     ((2, 5, 3), (8,), 8, 1),
+    ((2, 128), (64, 16), 32, 1),
 ]
 
 
@@ -157,16 +159,23 @@ def has_no_rows():
 
 
 def rows_in_the_second_dimension():
-    """gemm_rs with dim=1, against the whole product and its gradients."""
+    """gemm_rs with dim=1, against the whole product and its gradients.
+
+    With 128 rows of a rank per sequence the kernels read x where it is, otherwise a copy.
+    """
     ranks = dist.get_world_size()
     shapes = ((2, 3 * ranks), 5, 7), ((3, 8 * ranks), 16, 16), ((1, 4 * ranks, 3), 4, 4), ((2, ranks, 3), 4, 4)
-    for lead, n, k in shapes:
+    for lead, n, k in (*shapes, ((2, 128 * ranks), 64, 32)):
         x, weight = draw(*lead, k * ranks, seed=1), draw(n, k * ranks, seed=2)
         bias = draw(n, seed=3)
         whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
         mine = [t.requires_grad_() for t in (own(x, -1), own(weight, -1), bias.clone())]
-        z, expected = tdkernels.gemm_rs(*mine, dim=1), F.linear(*whole)
-        assert torch.equal(z, own(expected.detach(), 1)) and z.is_contiguous()
+        expected = F.linear(*whole)
+        base = gemm_rs_default(mine[0].detach().reshape(-1, k), mine[1].detach(), ranks)
+        for transport in ("forward", "direct", "one_shot", None):
+            config = transport and dataclasses.replace(base, transport=transport)
+            z = tdkernels.gemm_rs(*mine, dim=1, config=config)
+            assert torch.equal(z, own(expected.detach(), 1)) and z.is_contiguous()
         dz = Problem.scale(expected)
         got = torch.autograd.grad(z, mine, own(dz.expand_as(expected), 1))
         wanted = torch.autograd.grad(expected, whole, dz.expand_as(expected))

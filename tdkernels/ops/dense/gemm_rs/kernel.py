@@ -23,16 +23,19 @@ from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import sum_of_tile
 from tdkernels.ops.common.staging import copy_out_staged, stage_tile
+from tdkernels.ops.dense.segments import row_in_segments
 
 
 # Compiled once per tile, for all shapes, plans and group sizes. This makes tuning cheap.
-@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m"])
+@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m", "segment_rows"])
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
-    M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
+    M_shard, N, K, stride_w, lag, plan, item_tiles, group_m, segment_rows,
     COPY_WORDS: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T.
+
+    The rows of x are [M_shard / segment_rows, W, segment_rows]. No tile has rows of two segments.
 
     Signal number ``source * items + item`` of a half is set when the partials of ``source`` for a tile group of this
     rank are in its memory, [W, items * item_tiles] tiles.
@@ -81,9 +84,10 @@ def gemm_rs_kernel(
                 col = pid_n * BLOCK_N
                 owner = (me + 1 + period // items) % ranks
                 td.mark(trace, "multiplies", owner)
+                x_row = row_in_segments(row, owner, ranks, segment_rows)
                 acc = gemm_tile(
-                    tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
-                    ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+                    tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, x_row, ranks * M_shard,
+                    w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
                 )
                 answer = td.fetch_work_item(ctx)
                 if owner != me:

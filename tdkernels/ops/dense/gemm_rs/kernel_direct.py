@@ -22,6 +22,7 @@ from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
 from tdkernels.ops.dense.direct import add_partials, announce_last, multiply_and_send
+from tdkernels.ops.dense.segments import row_in_segments
 
 
 @td.jit
@@ -32,14 +33,16 @@ def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
 
 
 # Compiled once per tile, for all shapes and plans. This makes tuning cheap.
-@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m", "num_gemm", "whole"])
+@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m", "num_gemm", "whole", "segment_rows"])
 def gemm_rs_direct_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
-    M_shard, N, K, stride_w, plan, group_m, num_gemm, whole,
+    M_shard, N, K, stride_w, plan, group_m, num_gemm, whole, segment_rows,
     SLICE: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T.
+
+    The rows of x are [M_shard / segment_rows, W, segment_rows]. No tile has rows of two segments.
 
     The data of a half is [ranks, tiles, BLOCK_M, BLOCK_N]. Signal number ``source * tiles + tile`` is set when the
     partial of ``source`` is stored there. ``desc1``, ``desc2``, ... are descriptors of the data of rank + 1, rank + 2,
@@ -74,7 +77,7 @@ def gemm_rs_direct_kernel(
             pid_m, pid_n = _place_of(piece // RANKS, tiles_m, tiles_n, group_m, RANKS)
             owner = (me + 1 + piece % RANKS) % RANKS
             multiply_and_send(
-                ctx, x_ptr, x_desc, owner * M_shard + pid_m * BLOCK_M, RANKS * M_shard,
+                ctx, x_ptr, x_desc, row_in_segments(pid_m * BLOCK_M, owner, RANKS, segment_rows), RANKS * M_shard,
                 w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K,
                 piece, first, num_gemm, tiles, half, signal, me, descs, DTYPE, RANKS, BY_ENGINE, PRODUCT, trace,
             )

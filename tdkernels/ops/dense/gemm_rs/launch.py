@@ -28,14 +28,14 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
     return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
 
 
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows):
     """Return the kernel's arguments and constants."""
     tiles = config.tiles
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
+        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m, segment_rows,
     )
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
@@ -56,27 +56,40 @@ def compile(
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     stage = x.new_empty(1)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, world_size, config)
+    rows = x.shape[0]
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, rows, 0, 0, world_size, config, rows)
     gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "GemmRsConfig",
+    config: "GemmRsConfig", segment_rows: int | None = None,
 ) -> torch.Tensor:
-    """Run gemm_rs on 2-D operands with method "fused" or "parts"; return z."""
+    """Run gemm_rs on 2-D operands with method "fused" or "parts"; return z.
+
+    ``segment_rows``: the rows of x are [B, W, segment_rows], see ``supports_segments``. None: [W, M / W].
+    """
     if config.method == "parts":
         return pipelined.launch(x, weight, bias, group, config, with_config(problem_fields(x, weight), config))
-    z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+    z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows)
     return z
+
+
+def supports_segments(config: "GemmRsConfig", segment_rows: int, group: "dist.ProcessGroup") -> bool:
+    """Return whether the kernel can read x [B, W, segment_rows, K]: no tile has rows of two segments."""
+    if config.method != "fused" or config.transport == "one_shot" or spans_nodes(group):
+        return False
+    return config.tiles is not None and segment_rows % config.tiles.block_m == 0
 
 
 def bind(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "GemmRsConfig",
+    config: "GemmRsConfig", segment_rows: int | None = None,
 ) -> Launch | None:
-    """Return the Launch of a fused call; None if the call copies an operand."""
-    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+    """Return the Launch of a fused call; None if the call copies an operand. ``segment_rows`` as for ``launch``."""
+    if segment_rows is not None and not supports_segments(config, segment_rows, group):
+        return None
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows)
 
 
 def _workspace(x, group, config):
@@ -85,13 +98,17 @@ def _workspace(x, group, config):
     return get_workspace(group, x.device, name, across_nodes=across)
 
 
-def _prepare(workspace, x, weight, bias, config):
+def _prepare(workspace, x, weight, bias, config, segment_rows):
     """Return the Launch for normalized operands."""
     fields = with_config(problem_fields(x, weight), config)
+    if segment_rows is None:
+        segment_rows = max(x.shape[0] // workspace.world_size, 1)
+    else:
+        fields["rows of a segment"] = segment_rows
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":
-        return launch_direct.prepare(workspace, x, weight, bias, config, fields)
+        return launch_direct.prepare(workspace, x, weight, bias, config, fields, segment_rows)
     if config.transport == "one_shot":
         return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, scatters=True)
     n = weight.shape[0]
@@ -110,7 +127,9 @@ def _prepare(workspace, x, weight, bias, config):
     )
     stage = output_spec(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
     z = output_spec(x, rows, n)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
+    args, constants = _arguments(
+        workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows
+    )
     pieces = world_size * items * (1 + config.item_tiles)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
     constants["trace_ptr"] = recorder.buffer(x.device, pieces)

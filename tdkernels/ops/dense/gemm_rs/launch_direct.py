@@ -20,14 +20,16 @@ def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
 ) -> None:
     """Compile the kernel for these operands into Triton's cache, without launching it."""
-    shared.compile(gemm_rs_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1, 0)
+    shared.compile(gemm_rs_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1, 0, 1)
 
 
 def prepare(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, Any], segment_rows: int,
 ) -> Launch:
     """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
+
+    ``segment_rows`` as for ``launch.launch``, but not None.
 
     Raises:
         ValueError: If the group has more ranks than the kernel supports.
@@ -46,7 +48,8 @@ def prepare(
     # Whole tiles as long as few programs add, then parts, so that there is work for all SMs when the GEMM is done.
     whole = count // 2
     args, constants = shared.arguments(
-        workspace.ctx, x, weight, bias, z, descs, rows, plan, world_size, tiles, SPLIT, num_gemm, whole
+        workspace.ctx, x, weight, bias, z, descs, rows, plan, world_size, tiles, SPLIT, num_gemm, whole,
+        segment_rows,
     )
     items = whole + (count - whole) * SPLIT
     constants["trace_ptr"] = recorder.buffer(x.device, pieces + items)

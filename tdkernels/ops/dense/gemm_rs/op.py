@@ -49,7 +49,7 @@ from tdkernels.ops.dense.backward import gemm_rs_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
-from tdkernels.ops.dense.layout import check_dim, dim_to_rows, scattered
+from tdkernels.ops.dense.layout import by_rank, by_segment, check_dim, scattered, segment_rows_of
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import GroupLike, resolve_group
@@ -64,7 +64,8 @@ def gemm_rs_ref(
 ) -> torch.Tensor:
     """Compute ``gemm_rs`` in plain torch: a GEMM, then a reduce-scatter. Arguments as for ``gemm_rs``; no gradient."""
     group = resolve_group(group)
-    z = reduce_scatter_rows(F.linear(dim_to_rows(x, dim, group.size()), weight), group)
+    rows = by_rank(x.reshape(-1, x.shape[-1]), segment_rows_of(x, dim, group.size()), group.size())
+    z = reduce_scatter_rows(F.linear(rows, weight), group)
     z = z.view(*scattered(x.shape, dim, group.size()), weight.shape[0])
     return z if bias is None else z + bias
 
@@ -74,18 +75,21 @@ def gemm_rs_ref(
 
 def run(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup", config: GemmRsConfig,
+    segment_rows: int | None = None,
 ) -> torch.Tensor:
-    """Compute z for 2-D operands and a resolved config, without gradient."""
+    """Compute z for 2-D operands and a resolved config, without gradient; ``segment_rows`` as for ``launch.launch``."""
+    if segment_rows is not None and not launch.supports_segments(config, segment_rows, group):
+        x, segment_rows = by_rank(x, segment_rows, group.size()), None
     if config.method != "torch":
-        return launch.launch(x, weight, bias, group, config)
+        return launch.launch(x, weight, bias, group, config, segment_rows)
     return gemm_rs_ref(x, weight, bias, group=group)
 
 
-def _forward(x, weight, bias, group, config):
-    return forward("gemm_rs", launch, run, x, weight, bias, group, config)
+def _forward(x, weight, bias, segment_rows, group, config):
+    return forward("gemm_rs", launch, run, x, weight, bias, group, config, segment_rows)
 
 
-def _fake_gemm_rs(x, weight, bias, group, config):
+def _fake_gemm_rs(x, weight, bias, segment_rows, group, config):
     return x.new_empty(x.shape[0] // torch_op.world_size_by_name(group), weight.shape[0])
 
 
@@ -98,7 +102,7 @@ def _fake_gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, gro
 
 
 torch_op.register(
-    "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor",
+    "gemm_rs(Tensor x, Tensor weight, Tensor? bias, SymInt? segment_rows, str group, str config) -> Tensor",
     _forward,
     _fake_gemm_rs,
 )
@@ -112,18 +116,23 @@ torch_op.register(
 
 class _GemmRs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, config):
+    def forward(ctx, x, weight, bias, segment_rows, group, config):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.config = group, config
-        return torch.ops.tdkernels.gemm_rs(x, weight, bias, group, config)
+        ctx.segment_rows, ctx.group, ctx.config = segment_rows, group, config
+        return torch.ops.tdkernels.gemm_rs(x, weight, bias, segment_rows, group, config)
 
     @staticmethod
     def backward(ctx, dz):
         autograd.reject_second_derivatives("gemm_rs")
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        grads = torch.ops.tdkernels.gemm_rs_backward(dz, x, weight, *need, ctx.group, ctx.config)
-        return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None
+        ranks = 1 if ctx.segment_rows is None else x.shape[0] // dz.shape[0]
+        rows = x if ctx.segment_rows is None else by_rank(x, ctx.segment_rows, ranks)
+        dx, *others = torch.ops.tdkernels.gemm_rs_backward(dz, rows, weight, *need, ctx.group, ctx.config)
+        if need[0] and ctx.segment_rows is not None:
+            dx = by_segment(dx, ctx.segment_rows, ranks)
+        gradients = (grad if needed else None for grad, needed in zip((dx, *others), need, strict=True))
+        return *gradients, None, None, None
 
 
 def gemm_rs(
@@ -179,11 +188,12 @@ def gemm_rs(
         raise ValueError(
             f"gemm_rs: dimension {dim} of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
         )
-    x_rows = dim_to_rows(x, dim, world_size)
+    x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    segment_rows = segment_rows_of(x, dim, world_size) if dim == 1 and x.shape[0] > 1 and x_rows.shape[0] else None
     check_config("gemm_rs", config, GemmRsConfig, x)
-    call = x_rows, weight, bias, group.group_name, as_argument(config)
+    call = x_rows, weight, bias, segment_rows, group.group_name, as_argument(config)
     z = autograd.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
     z = z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
-    if dim == 0:
-        keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z)
+    more = () if segment_rows is None else (segment_rows,)
+    keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z, *more)
     return z
