@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tdkernels
-from tdkernels.nn.checkpoint import Shard, load_any_layout
+from tdkernels.nn.checkpoint import Shard, as_dtensor_like, load_any_layout
 from tdkernels.nn.huggingface import settings_of
 from tdkernels.nn.router import Router
 from tdkernels.symm import resolve_group
@@ -78,7 +78,11 @@ class _MoE(torch.nn.Module):
         seed = int(torch.randint(1 << 62, (), device="cpu")) + self.group.rank()
         generator = torch.Generator(self.w_down.device).manual_seed(seed)
         for weight, fan_in in ((self.w_gate_up, self.gate.hidden), (self.w_down, self.intermediate)):
-            torch.nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5, generator=generator)
+            # Draw plain tensors: for a DTensor, such as a parameter under FSDP2, all ranks would draw the same values.
+            drawn = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+            drawn.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+            with torch.no_grad():
+                weight.copy_(as_dtensor_like(weight, drawn))
 
     def __deepcopy__(self, memo):
         memo[id(self.group)] = self.group  # a process group cannot be copied, so copies share it

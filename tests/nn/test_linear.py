@@ -423,6 +423,15 @@ def loads_with_fsdp(dp, group):
     for rank, its_weight, its_bias in gathered:
         assert torch.equal(its_weight, weight) == (rank == group.rank()) and torch.equal(its_bias, bias)
 
+    moe = tdkernels.nn.EPMoE(tdkernels.nn.Router(H, 4, 2, device="meta"), I, group=group, device="meta")
+    fully_shard(moe, mesh=dp).to_empty(device=device())
+    torch.manual_seed(0)
+    moe.reset_parameters()
+    experts = [None] * dist.get_world_size()
+    dist.all_gather_object(experts, (group.rank(), moe.w_down.full_tensor().cpu()))
+    for rank, its_experts in experts:
+        assert torch.equal(its_experts, experts[dist.get_rank()][1]) == (rank == group.rank())
+
     block.load_state_dict(state)
     same_state(full_state_dict(block), state)
     changed = {name: value + 1 for name, value in state.items()}
