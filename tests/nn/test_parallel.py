@@ -117,7 +117,8 @@ def close(got, expected, case=""):
 
 def train(model, steps=2):
     """Return the loss, the norm of the gradients, all gradients and the parameters after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    # torch's foreach implementation, the default on GPUs, does not take tensors and DTensors together.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, foreach=False)
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(V, (steps, B, S + 1), generator=generator).to(device())
     results = {}
@@ -202,6 +203,13 @@ def styled(style, layer=None):
     return parallelize_module(layer, MESH, style)
 
 
+def results_with(module, x, kind, options, given, as_dtensor):
+    """Return ``results_of`` and the gradient of x for a style of ``module``."""
+    layer = styled(getattr(module, f"{kind}Parallel")(**options, use_local_output=not as_dtensor))
+    local, tensor = leaf(x, given, as_dtensor)
+    return results_of(layer, tensor) | {"x": local.grad}
+
+
 def layouts_match():
     global MESH
     MESH = mesh_of_world()
@@ -216,12 +224,13 @@ def layouts_match():
     for kind, options, given in cases:
         as_declared = given == options["input_layouts"] or (given == Shard(2) and options["input_layouts"] == Shard(-1))
         for as_dtensor in [True, False] if as_declared else [True]:
-            results = []
-            for style in (getattr(styles, f"{kind}Parallel"), getattr(torch_parallel, f"{kind}Parallel")):
-                layer = styled(style(**options, use_local_output=not as_dtensor))
-                local, tensor = leaf(x, given, as_dtensor)
-                results.append(results_of(layer, tensor) | {"x": local.grad})
-            close(*results, f"with {kind}, {options}, {given}, {as_dtensor=}")
+            case = kind, options, given, as_dtensor
+            try:
+                expected = results_with(torch_parallel, x, *case)
+            except RuntimeError as error:  # torch 2.11, for some DTensors with another layout than declared
+                assert not as_declared and "redistribution" in str(error), case
+                continue
+            close(results_with(styles, x, *case), expected, f"with {case}")
 
 
 def takes_asynchronous_results():

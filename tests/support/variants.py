@@ -17,6 +17,7 @@ from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.collectives import cases as collective
 from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVES
 from tests.ops.dense import cases as dense
+from tests.ops.dense import test_dim_and_lists as dim_and_lists
 from tests.ops.experts.dispatch import all_to_all_cases, all_to_all_low_latency_cases, low_latency_cases
 from tests.ops.experts.dispatch import cases as expert_parallel
 from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
@@ -75,6 +76,9 @@ class Variant:
 
 ONE_NODE = {
     **{_name(op, changes): Variant(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
+    "ag_gemm of two weights": Variant(
+        "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
+    ),
     "gemm_ar one_shot split K": Variant(
         "gemm_ar", 3, _exact, ("gemm_ar", (5, 9, 140), {"exchange": "one_shot", "split_k": 2})
     ),

@@ -11,6 +11,7 @@ import tdkernels
 from tdkernels.ops.dense.ag_gemm.config import default_config_for
 from tdkernels.ops.dense.gemm_rs.config import default_config_for as gemm_rs_default
 from tests.support.ranks import device, on_ranks
+from tests.support.simulated_nodes import a_group_on_nodes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 METHODS = [
@@ -92,7 +93,9 @@ CASES = [  # shape of x, sizes of the weights of a rank, K, dim
 ]
 
 
-def computes(cases, dtype=FP32, **changes):
+def computes(cases, dtype=FP32, transport=None, **changes):
+    if transport is not None:
+        changes["transport"] = transport
     for number, (lead, sizes, k, dim) in enumerate(cases):
         problem = Problem(lead, sizes, k, dim, dtype, bias=number % 2 == 0, seed=100 * number)
         x = problem.own[0].detach().reshape(-1, k)
@@ -187,8 +190,22 @@ def rows_in_the_second_dimension():
                 assert torch.equal(tdkernels.gemm_rs_ref(*mine, dim=1), z)
 
 
+def on_two_nodes():
+    x, weights = draw(2, 5, 8, seed=dist.get_rank()), [draw(n, 8, seed=n) for n in (4, 7)]
+    with a_group_on_nodes(1) as group:
+        for options in ({}, {"dim": 1}, {"dim": 1, "return_gathered": True}):
+            results = tdkernels.ag_gemm(x, weights, group=group, **options)
+            expected = tdkernels.ag_gemm_ref(x, weights, group=group, **options)
+            ys, wanted = ([*a[0], a[1]] if "return_gathered" in options else a for a in (results, expected))
+            assert all(torch.equal(y, other) for y, other in zip(ys, wanted, strict=True))
+        h, weight = draw(2, 6, 8, seed=dist.get_rank()), draw(5, 8, seed=9)
+        z = tdkernels.gemm_rs(h, weight, dim=1, group=group)
+        assert torch.equal(z, tdkernels.gemm_rs_ref(h, weight, dim=1, group=group))
+
+
 def test_the_rest_on_two_ranks():
-    for check in (partial_gradients, compiles_without_a_graph_break, has_no_rows, rows_in_the_second_dimension):
+    checks = on_two_nodes, partial_gradients, compiles_without_a_graph_break, has_no_rows, rows_in_the_second_dimension
+    for check in checks:
         on_ranks(2, check)
 
 

@@ -10,8 +10,11 @@ rank they are [M, N_i / W]. For x [B, S / W, K] and a segment per sequence they 
     "parts"      torch's GEMM (cuBLAS) multiplies each chunk that arrives by all weights (``pipelined``)
     "torch"      all-gather, then one GEMM per weight
 
-With transport "one_shot", for small M, and on several nodes, each weight is a call of its own; if the gathered x is
-returned, "parts" is used there. The other methods order the rows in a pass of their own.
+With transport "one_shot", for small M, and on several nodes, each weight is a call of its own. The other methods order
+the rows in a pass of their own.
+
+If the gathered x is returned, the default is "parts" instead of "fused": the kernel gathers more slowly if it must keep
+all of x. For small M it is an all-gather, then one GEMM per weight.
 
 Backward. The gradients of the outputs are concatenated, and so are the weights. So dx is one GEMM-RS and dweight is one
 GEMM, at the cost of one pass over the gradients and the weights. The same pass orders the rows. The gradient of the
@@ -52,9 +55,17 @@ def _products(full, weights, biases):
     return [F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
+def _resolved(text, x, weights, return_gathered, group, fields):
+    """Return the config of a call: the one given as ``text``, or the selected one."""
+    config = config_for("ag_gemm", text, x, _joined_on_meta(weights), group, fields)
+    if return_gathered and not text and config.method == "fused" and config.transport != "one_shot":
+        return AgGemmConfig(method="parts")
+    return config
+
+
 def _is_one_launch(weights, biases, return_gathered, group, config):
     """Return whether one launch of the kernel serves all weights."""
-    if config.method != "fused" or (config.transport == "one_shot" and not return_gathered):
+    if config.method != "fused" or config.transport == "one_shot":
         return False
     same_layout = len({lies_as_kn(weight) for weight in weights}) == 1
     same_biases = len({bias is None for bias in biases}) == 1
@@ -67,8 +78,9 @@ def _run(x, weights, biases, segment_rows, return_gathered, group, config, field
     if _is_one_launch(weights, biases, return_gathered, group, config):
         ys, gather = launch.launch_several(x, weights, biases, group, config, return_gathered, segment_rows)
         return ys + _kept(gather, x, segment_rows)
-    if config.method == "torch":
-        full = all_gather_rows(x, group)
+    one_shot = config.method == "fused" and config.transport == "one_shot"
+    if config.method == "torch" or (one_shot and return_gathered):
+        full = torch.ops.tdkernels.all_gather(x, group.group_name, "") if one_shot else all_gather_rows(x, group)
         results = [*_products(full, weights, biases), *[full] * return_gathered]
     elif config.method == "fused" and not return_gathered:
         results = [launch.launch(x, *one, group, config)[0] for one in zip(weights, biases, strict=True)]
@@ -108,7 +120,7 @@ def _forward(x, weights, biases, segment_rows, return_gathered, group, config):
     if not x.shape[0]:
         group_state(group).check_consensus_cached("ag_gemm", fields)
         return [x.new_empty(0, weight.shape[0]) for weight in weights] + [x.new_empty(x.shape)] * return_gathered
-    config = config_for("ag_gemm", config, x, _joined_on_meta(weights), group, lambda: fields)
+    config = _resolved(config, x, weights, return_gathered, group, lambda: fields)
     fields = with_config(fields, config)
     group_state(group).check_consensus_cached("ag_gemm", fields)
     return _run(x, weights, biases, segment_rows, return_gathered, group, config, fields)
@@ -237,7 +249,7 @@ def keep_call(
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
-    config = config_for("ag_gemm", as_argument(config), rows, _joined_on_meta(weights), group, dict)
+    config = _resolved(as_argument(config), rows, weights, return_gathered, group, dict)
     fields = with_config(_fields(rows, weights, segment_rows, return_gathered), config)
     shape, number = rows.shape, len(weights)
 
