@@ -107,12 +107,15 @@ def ag_gemm_kernel(
         epoch, half, signal = td.call(ctx, plan)
     is_void = td.is_void_for_all(signal)  # a peer may still read the data of an earlier launch
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
-    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    starts_2 = tiles_n
-    starts_3 = tiles_n
+    # The other weights, and their first tile columns.
+    w_ptrs, w_descs, bias_ptrs = (w_ptr_2, w_ptr_3), (w_desc_2, w_desc_3), (bias_ptr_2, bias_ptr_3)
+    y_ptrs, y_descs = (y_ptr_2, y_ptr_3), (y_desc_2, y_desc_3)
+    sizes, strides = (N_2, N_3), (stride_w_2, stride_w_3)
+    starts_2 = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_n = starts_2
     if w_ptr_2 is not None:
-        starts_3 += (N_2 + BLOCK_N - 1) // BLOCK_N
-        tiles_n = starts_3
+        tiles_n += (N_2 + BLOCK_N - 1) // BLOCK_N
+    starts = (starts_2, tiles_n)
     if w_ptr_3 is not None:
         tiles_n += (N_3 + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
@@ -145,32 +148,20 @@ def ag_gemm_kernel(
         col = pid_n * BLOCK_N
         # The weight of the tile. Variables of another name, because the arguments must not change from tile to tile.
         w, b_desc, bias, out, out_desc, n, stride = w_ptr, w_desc, bias_ptr, y_ptr, y_desc, N, stride_w
-        if w_ptr_2 is not None:
-            is_2 = pid_n >= starts_2
-            col = tl.where(is_2, col - starts_2 * BLOCK_N, col)
-            n = tl.where(is_2, N_2, n)
-            stride = tl.where(is_2, stride_w_2, stride)
-            w = _selected(w_ptr_2, w, is_2)
-            out = _selected(y_ptr_2, out, is_2)
-            if PRODUCT.use_tma:
-                b_desc = _selected(w_desc_2, b_desc, is_2)
-            if PRODUCT.has_bias:
-                bias = _selected(bias_ptr_2, bias, is_2)
-            if y_desc is not None:
-                out_desc = _selected(y_desc_2, out_desc, is_2)
-        if w_ptr_3 is not None:
-            is_3 = pid_n >= starts_3
-            col = tl.where(is_3, (pid_n - starts_3) * BLOCK_N, col)
-            n = tl.where(is_3, N_3, n)
-            stride = tl.where(is_3, stride_w_3, stride)
-            w = _selected(w_ptr_3, w, is_3)
-            out = _selected(y_ptr_3, out, is_3)
-            if PRODUCT.use_tma:
-                b_desc = _selected(w_desc_3, b_desc, is_3)
-            if PRODUCT.has_bias:
-                bias = _selected(bias_ptr_3, bias, is_3)
-            if y_desc is not None:
-                out_desc = _selected(y_desc_3, out_desc, is_3)
+        for other in tl.static_range(2):
+            if w_ptrs[other] is not None:
+                is_other = pid_n >= starts[other]
+                col = tl.where(is_other, (pid_n - starts[other]) * BLOCK_N, col)
+                n = tl.where(is_other, sizes[other], n)
+                stride = tl.where(is_other, strides[other], stride)
+                w = _selected(w_ptrs[other], w, is_other)
+                out = _selected(y_ptrs[other], out, is_other)
+                if PRODUCT.use_tma:
+                    b_desc = _selected(w_descs[other], b_desc, is_other)
+                if PRODUCT.has_bias:
+                    bias = _selected(bias_ptrs[other], bias, is_other)
+                if y_desc is not None:
+                    out_desc = _selected(y_descs[other], out_desc, is_other)
         n = as_aligned(n, PRODUCT.aligned)
         stride = as_aligned(stride, PRODUCT.aligned)
         if source != me:
