@@ -194,7 +194,7 @@ class QuantizedExpertParallelExperts(ExpertParallelExperts):
 
 
 def op(name):
-    getattr(tdkernels, name.removesuffix("_backward"))  # imports the module that registers it
+    getattr(tdkernels, name.removesuffix("_backward").removesuffix("_multi"))  # imports the module that registers it
     return getattr(torch.ops.tdkernels, name).default
 
 
@@ -210,7 +210,8 @@ def opcheck_dense():
     weight, bias = torch.randn(5, 8, device=device()), torch.randn(5, device=device())
     opcheck("ag_gemm", x[:3], weight, bias, group, "")
     opcheck("ag_gemm_backward", dy, x[:3], weight, True, True, group, "")
-    opcheck("gemm_rs", x, weight, bias, group, "")
+    opcheck("ag_gemm_multi", x[:3], [weight, weight[:2]], [bias, None], 3, True, group, "")
+    opcheck("gemm_rs", x, weight, bias, None, group, "")
     opcheck("gemm_ar", x, weight, bias, group, "")
     opcheck("all_gather", x, group, "")
     opcheck("reduce_scatter", x, group, "")
