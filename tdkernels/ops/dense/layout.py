@@ -15,24 +15,6 @@ def check_dim(operator: str, name: str, x: torch.Tensor, dim: int) -> None:
         raise ValueError(f"{operator}: {name} {list(x.shape)} must have at least 3 dimensions if dim is 1")
 
 
-def rows_to_dim(rows: torch.Tensor, shard: torch.Size, dim: int, world_size: int) -> torch.Tensor:
-    """Return gathered rows [W * shard rows, H] as a tensor whose dimension ``dim`` is that of all ranks.
-
-    Args:
-        rows: The rows of all ranks in rank order.
-        shard: Shape of the shard of a rank, [..., K]; the last size is replaced by H.
-        dim: 0 or 1.
-        world_size: W.
-    """
-    width = rows.shape[1]
-    if dim == 0 or shard[0] == 1:
-        lead = [*shard[:-1]]
-        lead[dim] *= world_size
-        return rows.view(*lead, width)
-    blocks = rows.view(world_size, *shard[:-1], width).transpose(0, 1)
-    return blocks.reshape(shard[0], world_size * shard[1], *shard[2:-1], width)
-
-
 def by_segment(rows: torch.Tensor, segment_rows: int, world_size: int) -> torch.Tensor:
     """Return gathered rows [W, B, segment_rows, H] as [B, W, segment_rows, H], both flattened to 2 dimensions."""
     if rows.shape[0] == world_size * segment_rows:
@@ -44,6 +26,13 @@ def segment_rows_of(x: torch.Tensor, dim: int, world_size: int) -> int:
     """Return the rows of a segment of x [..., K] whose dimension ``dim`` is divided between the ranks."""
     segments = world_size * (x.shape[0] if dim == 1 else 1)
     return x.shape[:-1].numel() // max(segments, 1)
+
+
+def gathered(shape: torch.Size, dim: int, world_size: int) -> list[int]:
+    """Return the leading sizes of a shard [..., K] with dimension ``dim`` as large as on all ranks together."""
+    lead = [*shape[:-1]]
+    lead[dim] *= world_size
+    return lead
 
 
 def scattered(shape: torch.Size, dim: int, world_size: int) -> list[int]:

@@ -50,7 +50,7 @@ from tdkernels.ops.dense.ag_gemm import launch, multi
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
-from tdkernels.ops.dense.layout import check_dim, rows_to_dim
+from tdkernels.ops.dense.layout import by_segment, check_dim, gathered, segment_rows_of
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients
 from tdkernels.runtime.call_cache import lookup_run
@@ -69,10 +69,12 @@ def ag_gemm_ref(
 ) -> Any:
     """Compute ``ag_gemm`` in plain torch: an all-gather, then a GEMM. Arguments as for ``ag_gemm``; no gradient."""
     group = resolve_group(group)
-    gathered = rows_to_dim(all_gather_rows(x.reshape(-1, x.shape[-1]), group), x.shape, dim, group.size())
-    products = [F.linear(gathered, *one) for one in zip(*multi.as_lists(weight, bias), strict=True)]
+    rows = all_gather_rows(x.reshape(-1, x.shape[-1]), group)
+    full = by_segment(rows, segment_rows_of(x, dim, 1), group.size())
+    full = full.view(*gathered(x.shape, dim, group.size()), x.shape[-1])
+    products = [F.linear(full, *one) for one in zip(*multi.as_lists(weight, bias), strict=True)]
     y = products if isinstance(weight, _LISTS) else products[0]
-    return (y, gathered) if return_gathered else y
+    return (y, full) if return_gathered else y
 
 
 # ---- torch.library operators, for torch.compile ----
@@ -237,11 +239,9 @@ def _general(x, weight, bias, dim, return_gathered, group, config):
     check_dim("ag_gemm", "x", x, dim)
     check_config("ag_gemm", config, AgGemmConfig, x)
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    segment_rows = x_rows.shape[0] // max(x.shape[0], 1) if dim == 1 else x_rows.shape[0]
-    call = x_rows, weights, biases, segment_rows, return_gathered
+    call = x_rows, weights, biases, segment_rows_of(x, dim, 1), return_gathered
     results = multi.ag_gemm_multi(*call, group.group_name, as_argument(config))
-    lead = [*x.shape[:-1]]
-    lead[dim] *= group.size()
+    lead = gathered(x.shape, dim, group.size())
     shapes = [(*lead, result.shape[1]) for result in results]
     multi.keep_call(key, group, *call, config, shapes)
     results = [result.view(shape) for result, shape in zip(results, shapes, strict=True)]
@@ -250,6 +250,6 @@ def _general(x, weight, bias, dim, return_gathered, group, config):
 
 def _as_returned(results, several, return_gathered):
     """Return the results [outputs, gathered x] as ``ag_gemm`` does."""
-    ys, gathered = (results[:-1], results[-1]) if return_gathered else (results, None)
+    ys = results[:-1] if return_gathered else results
     y = ys if several else ys[0]
-    return (y, gathered) if return_gathered else y
+    return (y, results[-1]) if return_gathered else y
