@@ -130,6 +130,10 @@ class _ParallelLinear(Divided):
             with torch.no_grad():
                 parameter.copy_(as_dtensor_like(parameter, drawn))
 
+    def _options(self) -> dict[str, Any]:
+        """Return keyword arguments of the operator. Training frameworks may set ``weight.main_grad`` at any time."""
+        return {"group": self.group, "config": self.config, "main_grad": getattr(self.weight, "main_grad", None)}
+
     def __deepcopy__(self, memo):
         return copy_with_same_group(self, memo)
 
@@ -177,6 +181,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Gradient:
         The gradients of the weight and the bias are complete for this rank's features: do not all-reduce them over the
         group. The gradient of x is complete: for this rank's rows with ``sequence_parallel``, otherwise on every rank.
+        If ``weight.main_grad`` exists, the gradient of the weight is added to it, see ``ag_gemm``.
 
     Example:
         >>> up = tdkernels.nn.ColumnParallelLinear(4096, 14336, sequence_parallel=True, device="cuda")
@@ -208,7 +213,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Collective over the group. With neither ``sequence_parallel`` nor ``gather_output`` only the backward is.
         """
-        options: dict[str, Any] = {"group": self.group, "config": self.config}
+        options = self._options()
         if self.sequence_parallel:
             y = ag_gemm(x, self.weight, self.bias, dim=self.seq_dim, **options)
         else:
@@ -258,7 +263,8 @@ class RowParallelLinear(_ParallelLinear):
     Gradient:
         The gradient of the bias is complete and equal on all ranks: do not all-reduce it over the group. The gradient
         of the weight is complete for this rank's features. Without ``sequence_parallel`` the gradient of y must be
-        equal on all ranks, as y is.
+        equal on all ranks, as y is. If ``weight.main_grad`` exists, the gradient of the weight is added to it, see
+        ``gemm_rs``.
 
     Example:
         >>> down = tdkernels.nn.RowParallelLinear(14336, 4096, sequence_parallel=True, seq_dim=1, device="cuda")
@@ -285,7 +291,7 @@ class RowParallelLinear(_ParallelLinear):
         """Compute y for x, with the shapes of the class. Collective over the group."""
         if not self.input_is_parallel:
             x = scatter_rows(x.movedim(-1, 0), backward="sum", group=self.group).movedim(0, -1)
-        options: dict[str, Any] = {"group": self.group, "config": self.config}
+        options = self._options()
         if self.sequence_parallel:
             return gemm_rs(x, self.weight, self.bias, dim=self.seq_dim, **options)
         return gemm_ar(x, self.weight, self.bias, **options)

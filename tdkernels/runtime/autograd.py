@@ -21,10 +21,19 @@ def reject_second_derivatives(operator: str) -> None:
         raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
 
 
-def apply(function: type[torch.autograd.Function], op: Callable[..., Any], *call: Any) -> Any:
-    """Call ``op``, through its autograd Function only if a gradient may be needed: the Function takes host time."""
+def apply(
+    function: type[torch.autograd.Function], op: Callable[..., Any], *call: Any, for_backward: Iterable[Any] = ()
+) -> Any:
+    """Call ``op``, through its autograd Function only if a gradient may be needed: the Function takes host time.
+
+    Args:
+        function: the autograd Function around ``op``.
+        op: the operator.
+        call: the arguments of both.
+        for_backward: further arguments of ``function``.
+    """
     tensors = [arg for arg in call if isinstance(arg, torch.Tensor)]
-    return function.apply(*call) if may_be_differentiated(tensors) else op(*call)
+    return function.apply(*call, *for_backward) if may_be_differentiated(tensors) else op(*call)
 
 
 def may_be_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:

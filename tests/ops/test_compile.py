@@ -194,7 +194,8 @@ class QuantizedExpertParallelExperts(ExpertParallelExperts):
 
 
 def op(name):
-    getattr(tdkernels, name.removesuffix("_backward").removesuffix("_multi"))  # imports the module that registers it
+    if not hasattr(torch.ops.tdkernels, name):  # import the module that registers it
+        getattr(tdkernels, name.removesuffix("_backward").removesuffix("_multi"))
     return getattr(torch.ops.tdkernels, name).default
 
 
@@ -209,14 +210,17 @@ def opcheck_dense():
     x, dy = torch.randn(ranks * 3, 8, device=device()), torch.randn(ranks * 3, 5, device=device())
     weight, bias = torch.randn(5, 8, device=device()), torch.randn(5, device=device())
     opcheck("ag_gemm", x[:3], weight, bias, group, "")
-    opcheck("ag_gemm_backward", dy, x[:3], weight, True, True, group, "")
+    opcheck("ag_gemm_backward", dy, x[:3], weight, [], True, True, group, "")
+    opcheck("ag_gemm_backward", dy, x[:3], weight, [torch.ones_like(weight)], True, True, group, "")
+    opcheck("column_linear_backward", dy, x, weight, [torch.ones_like(weight)], True, True, group, "")
+    opcheck("accumulate_weight_gradient", [torch.ones_like(weight)], dy, x)
     opcheck("ag_gemm_multi", x[:3], [weight, weight[:2]], [bias, None], 3, True, group, "")
     opcheck("gemm_rs", x, weight, bias, None, group, "")
     opcheck("gemm_ar", x, weight, bias, group, "")
     opcheck("all_gather", x, group, "")
     opcheck("reduce_scatter", x, group, "")
     opcheck("all_reduce", x, group, "")
-    opcheck("gemm_rs_backward", dy[:3].contiguous(), x, weight, True, True, True, group, "")
+    opcheck("gemm_rs_backward", dy[:3].contiguous(), x, weight, [], True, True, True, group, "")
 
 
 def opcheck_attention():

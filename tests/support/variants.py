@@ -18,6 +18,7 @@ from tests.ops.collectives import cases as collective
 from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVES
 from tests.ops.dense import cases as dense
 from tests.ops.dense import test_dim_and_lists as dim_and_lists
+from tests.ops.dense import test_main_grad as main_grad
 from tests.ops.experts.dispatch import all_to_all_cases, all_to_all_low_latency_cases, low_latency_cases
 from tests.ops.experts.dispatch import cases as expert_parallel
 from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
@@ -79,6 +80,7 @@ ONE_NODE = {
     "ag_gemm of two weights": Variant(
         "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
     ),
+    "column_linear pipelined backward": Variant("column_linear", 3, main_grad.pipelined_column_linear, (15,), 2),
     "gemm_ar one_shot split K": Variant(
         "gemm_ar", 3, _exact, ("gemm_ar", (5, 9, 140), {"exchange": "one_shot", "split_k": 2})
     ),

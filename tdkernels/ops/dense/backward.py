@@ -5,6 +5,7 @@
     gemm_rs     ag_gemm: all_gather(dz) @ weight    GEMM over all rows: all_gather(dz).T @ x
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
 from tdkernels.ops.dense.gemm_rs import pipelined
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
+from tdkernels.ops.dense.weight_gradient import weight_gradient
 from tdkernels.runtime.torch_op import group_by_name
 from tdkernels.symm.whole_call import whole_call
 
@@ -50,21 +52,22 @@ def _ag_gemm_config_of_dx(dy, back, group):
 
 
 @whole_call
-def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
+def ag_gemm_backward(dy, x, weight, main_grads, need_dx, need_dweight, group, config):
     """Return (dx, dweight) of ``ag_gemm``: the body of the torch.library op. Gradients not needed are empty tensors.
 
-    ``group`` is a group name, ``config`` the config of the forward as text.
+    ``group`` is a group name, ``config`` the config of the forward as text. With ``main_grads`` (see
+    ``weight_gradient``) dweight is added to them, and an empty tensor is returned.
     """
     group = group_by_name(group)
     dx, dweight = x.new_empty(0), x.new_empty(0)
     if group.size() == 1 or x.shape[0] == 0:
         dx = dy @ weight if need_dx else dx
-        dweight = dy.t() @ x if need_dweight else dweight
+        dweight = weight_gradient(dy, x, main_grads) if need_dweight else dweight
     elif _method(AgGemmConfig, config) == "torch":
         dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
-        dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
+        dweight = weight_gradient(dy, all_gather_rows(x, group), main_grads) if need_dweight else dweight
     elif need_dx and need_dweight and _ag_gemm_in_parts(config, dy, x, group):
-        dx, dweight = _ag_gemm_backward_in_parts(dy, x, weight, group)
+        dx, dweight = _ag_gemm_backward_in_parts(dy, x, weight, main_grads, group)
     else:
         choice = _ag_gemm_config_of_dx(dy, weight.t(), group) if need_dx else None
         # x is gathered while the gemm_rs computes and sends dx. Then all of x has arrived for dweight.
@@ -75,13 +78,15 @@ def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
             else:
                 dx = gemm_rs_launch.launch(dy, weight.t(), None, group, choice)
         if need_dweight:
-            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
+            dweight = gathered_weight_gradient(
+                gather, dy, gathered_on_left=False, overlapped=need_dx, main_grads=main_grads
+            )
             gather.close()
     return dx, dweight
 
 
 @whole_call
-def _ag_gemm_backward_in_parts(dy, x, weight, group):
+def _ag_gemm_backward_in_parts(dy, x, weight, main_grads, group):
     """Return (dx, dweight) of ``ag_gemm`` on one node, computed by two GEMMs of torch.
 
     x is gathered during the GEMM of dx. The parts of dx are sent during both GEMMs. The transfers are hidden as long as
@@ -96,7 +101,7 @@ def _ag_gemm_backward_in_parts(dy, x, weight, group):
         gather.copy()
         dx = pipelined.send_products(scatter, dy, back, _PIECES)
         gather.finish()
-        dweight = dy.t() @ gather.gathered.reshape(-1, gather.width)
+        dweight = weight_gradient(dy, gather.gathered.reshape(-1, gather.width), main_grads)
         return scatter.add_to(dx), dweight
 
 
@@ -122,10 +127,11 @@ def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
 
 
 @whole_call
-def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+def gemm_rs_backward(dz, x, weight, main_grads, need_dx, need_dweight, need_dbias, group, config):
     """Return (dx, dweight, dbias) of ``gemm_rs``: the body of the torch.library op.
 
-    Gradients that are not needed are empty tensors. ``group`` and ``config`` as for ``ag_gemm_backward``.
+    Gradients that are not needed are empty tensors. ``main_grads``, ``group`` and ``config`` as for
+    ``ag_gemm_backward``.
     """
     group = group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
@@ -139,18 +145,20 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
         dx = full @ weight if need_dx else dx
-        dweight = full.t() @ x if need_dweight else dweight
+        dweight = weight_gradient(full, x, main_grads) if need_dweight else dweight
     elif need_dx:
         # The ag_gemm keeps the gathered dz for the gradient of the weight.
         dx, gather = ag_gemm_launch.launch(dz, back, None, group, choice, keep_gathered=keeps)
         if gather is not None:
             gather.finish()
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])
-        dweight = full.t() @ x if need_dweight else dweight
+        dweight = weight_gradient(full, x, main_grads) if need_dweight else dweight
     else:
         gather = AsyncAllGather.start("gemm_rs backward", dz, group)
         if need_dweight:
-            dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
+            dweight = gathered_weight_gradient(
+                gather, x, gathered_on_left=True, overlapped=False, main_grads=main_grads
+            )
         gather.finish()
         full = gather.gathered.reshape(x.shape[0], dz.shape[1])
     if need_dbias:
@@ -164,7 +172,8 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
 
 
 def gathered_weight_gradient(
-    gather: AsyncAllGather, local: torch.Tensor, *, gathered_on_left: bool, overlapped: bool
+    gather: AsyncAllGather, local: torch.Tensor, *, gathered_on_left: bool, overlapped: bool,
+    main_grads: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Return gathered.T @ local if ``gathered_on_left``, otherwise local.T @ gathered, over the rows of all ranks.
 
@@ -174,14 +183,15 @@ def gathered_weight_gradient(
         gathered_on_left: Which of the two products is computed.
         overlapped: Whether the gather has run concurrently with another GEMM. If so, one GEMM follows the whole gather.
             If not, each shard is multiplied while later shards arrive.
+        main_grads: As for ``weight_gradient``.
 
     Returns:
-        [P, Q] if ``gathered_on_left``, otherwise [Q, P]. Accumulated in fp32.
+        [P, Q] if ``gathered_on_left``, otherwise [Q, P]. Accumulated in fp32. An empty tensor with ``main_grads``.
     """
     if overlapped:
         gather.finish()
         full = gather.gathered.reshape(-1, gather.width)
-        return full.t() @ local if gathered_on_left else local.t() @ full
+        return weight_gradient(*((full, local) if gathered_on_left else (local, full)), main_grads)
     locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
     total: Any = None
     for step in range(gather.world_size):
@@ -192,9 +202,12 @@ def gathered_weight_gradient(
             gather.wait(step)
             shard = gather.gathered[source]
         left, right = (shard, locals_by_rank[source]) if gathered_on_left else (locals_by_rank[source], shard)
+        if main_grads:
+            weight_gradient(left, right, main_grads)
+            continue
         product = _matmul_fp32(left.t(), right)
         total = product if total is None else total.add_(product)
-    return total.to(local.dtype)
+    return local.new_empty(0) if main_grads else total.to(local.dtype)
 
 
 def _matmul_fp32(a, b):

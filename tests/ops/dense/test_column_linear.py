@@ -100,7 +100,7 @@ def test_invalid_arguments():
 def backward_with_other_rows():
     x, weight = torch.zeros(4 + dist.get_rank(), 8, device=device()), torch.zeros(6, 8, device=device())
     y = tdkernels.column_linear(x.requires_grad_(), weight)
-    with pytest.raises(ValueError, match="gemm_ar: the ranks.*M"):
+    with pytest.raises(ValueError, match="column_linear backward: the ranks.*M"):
         y.sum().backward()
         tdkernels.synchronize()
 

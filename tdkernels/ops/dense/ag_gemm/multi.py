@@ -17,8 +17,8 @@ If the gathered x is returned, the default is "parts" instead of "fused": the ke
 all of x. For small M it is an all-gather, then one GEMM per weight.
 
 Backward. The gradients of the outputs are concatenated, and so are the weights. So dx is one GEMM-RS and dweight is one
-GEMM, at the cost of one pass over the gradients and the weights. The same pass orders the rows. The gradient of the
-gathered x is reduce-scattered and added to dx.
+GEMM (with main_grad one per weight), at the cost of one pass over the gradients and the weights. The same pass orders
+the rows. The gradient of the gathered x is reduce-scattered and added to dx.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment
+from tdkernels.ops.dense.weight_gradient import check_main_grad, returned_gradient
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -142,10 +143,11 @@ torch_op.register(
 
 class _AgGemmMulti(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, segment_rows, return_gathered, group, config, number, *weights_and_biases):
+    def forward(ctx, x, segment_rows, return_gathered, group, config, main_grads, number, *weights_and_biases):
         weights, biases = weights_and_biases[:number], weights_and_biases[number:]
         ctx.save_for_backward(x, *weights)
         ctx.segment_rows, ctx.group, ctx.config, ctx.number = segment_rows, group, config, number
+        ctx.main_grads = main_grads
         ctx.set_materialize_grads(False)
         options = segment_rows, return_gathered, group, config
         return tuple(torch.ops.tdkernels.ag_gemm_multi(x, weights, biases, *options))
@@ -155,7 +157,7 @@ class _AgGemmMulti(torch.autograd.Function):
         autograd.reject_second_derivatives("ag_gemm")
         x, *weights = ctx.saved_tensors
         number = ctx.number
-        need_dx, _, _, _, _, _, *needed = ctx.needs_input_grad
+        need_dx, _, _, _, _, _, _, *needed = ctx.needs_input_grad
         need_dweights, need_dbiases = needed[:number], needed[number:]
         dys, dgathered = gradients[:number], gradients[number] if len(gradients) > number else None
         dx, dweights, dbiases = None, [None] * number, [None] * number
@@ -165,9 +167,11 @@ class _AgGemmMulti(torch.autograd.Function):
             if need_dx or any(need_dweights):
                 dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), _joined(weights, 0)
                 dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
-                    dy, x, weight, need_dx, any(need_dweights), ctx.group, ctx.config
+                    dy, x, weight, ctx.main_grads, need_dx, any(need_dweights), ctx.group, ctx.config
                 )
-                if any(need_dweights):
+                if ctx.main_grads:
+                    dweights = [returned_gradient(None, weight, accumulated=True) for weight in weights]
+                elif any(need_dweights):
                     dweights = dweight.split([weight.shape[0] for weight in weights])
             dbiases = [
                 dy.sum(0, dtype=torch.float32).to(dy.dtype) if need else None
@@ -178,7 +182,7 @@ class _AgGemmMulti(torch.autograd.Function):
             own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
             dx = own if dx is None else dx + own
         dweights = [dweight if need else None for dweight, need in zip(dweights, need_dweights, strict=True)]
-        return dx if need_dx else None, None, None, None, None, None, *dweights, *dbiases
+        return dx if need_dx else None, None, None, None, None, None, None, *dweights, *dbiases
 
 
 def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
@@ -203,6 +207,30 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
     return list(weight), list(bias)
 
 
+def main_grads_of(weight: Any, main_grad: Any, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the argument main_grad of ``ag_gemm`` as a list, empty for None; ``weights`` is weight as a list.
+
+    Raises:
+        TypeError, ValueError: If it does not fit the weights.
+    """
+    if main_grad is None:
+        return []
+    several = isinstance(weight, (list, tuple))
+    if several != isinstance(main_grad, (list, tuple)):
+        raise TypeError("ag_gemm: main_grad must be a list if weight is a list, and only then")
+    main_grads = list(main_grad) if several else [main_grad]
+    if len(main_grads) != len(weights):
+        raise ValueError(f"ag_gemm: there are {len(weights)} weights but {len(main_grads)} tensors in main_grad")
+    if any(one is None for one in main_grads):
+        raise TypeError("ag_gemm: main_grad must be None or contain a tensor for each weight")
+    for one, its_main_grad in zip(weights, main_grads, strict=True):
+        check_main_grad("ag_gemm", one, its_main_grad)
+    need = [one.requires_grad for one in weights]
+    if any(need) and not all(need):
+        raise ValueError(f"ag_gemm: main_grad is given, but weight {need.index(False)} needs no gradient")
+    return main_grads
+
+
 def _joined(tensors, dim):
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
@@ -218,7 +246,7 @@ def _rows_joined(gradients, segment_rows, shard_rows):
 
 def ag_gemm_multi(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], segment_rows: int,
-    return_gathered: bool, group: str, config: str,
+    return_gathered: bool, group: str, config: str, main_grads: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the outputs, and last the gathered x if ``return_gathered``, for validated 2-D operands.
 
@@ -230,9 +258,11 @@ def ag_gemm_multi(
         return_gathered: Whether the gathered x is returned.
         group: Name of the process group.
         config: The config as text.
+        main_grads: The accumulators of the gradients of the weights, or an empty list.
     """
     if autograd.may_be_differentiated((x, *weights, *biases)):
-        results = _AgGemmMulti.apply(x, segment_rows, return_gathered, group, config, len(weights), *weights, *biases)
+        settings = segment_rows, return_gathered, group, config, main_grads, len(weights)
+        results = _AgGemmMulti.apply(x, *settings, *weights, *biases)
     else:
         results = torch.ops.tdkernels.ag_gemm_multi(x, weights, biases, segment_rows, return_gathered, group, config)
     return list(results)

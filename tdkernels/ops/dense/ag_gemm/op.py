@@ -51,6 +51,7 @@ from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.layout import by_segment, check_dim, gathered, segment_rows_of
+from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, returned_gradient
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients
 from tdkernels.runtime.call_cache import lookup_run
@@ -97,8 +98,8 @@ def _fake_ag_gemm(x, weight, bias, group, config):
     return x.new_empty(torch_op.world_size_by_name(group) * x.shape[0], weight.shape[0])
 
 
-def _fake_ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
-    return fake_gradients((x, weight), (need_dx, need_dweight))
+def _fake_ag_gemm_backward(dy, x, weight, main_grads, need_dx, need_dweight, group, config):
+    return fake_gradients((x, weight), (need_dx, need_dweight and not main_grads))
 
 
 torch_op.register(
@@ -107,8 +108,8 @@ torch_op.register(
     _fake_ag_gemm,
 )
 torch_op.register(
-    "ag_gemm_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, str group, str config)"
-    " -> (Tensor, Tensor)",
+    "ag_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor(a!)[] main_grads, bool need_dx, bool need_dweight,"
+    " str group, str config) -> (Tensor, Tensor)",
     ag_gemm_backward,
     _fake_ag_gemm_backward,
 )
@@ -116,37 +117,41 @@ torch_op.register(
 
 class _AgGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, config):
+    def forward(ctx, x, weight, bias, group, config, main_grads):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.config = group, config
+        ctx.group, ctx.config, ctx.main_grads = group, config, main_grads
         return torch.ops.tdkernels.ag_gemm(x, weight, bias, group, config)
 
     @staticmethod
     def backward(ctx, dy):
         autograd.reject_second_derivatives("ag_gemm")
         x, weight = ctx.saved_tensors
-        need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
+        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         dx = dweight = dbias = None
         if need_dx or need_dweight:
             dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
-                dy, x, weight, need_dx, need_dweight, ctx.group, ctx.config
+                dy, x, weight, ctx.main_grads, need_dx, need_dweight, ctx.group, ctx.config
             )
         if need_dbias:
             dbias = dy.sum(0, dtype=torch.float32).to(dy.dtype)
-        return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None
+        if need_dweight:
+            dweight = returned_gradient(dweight, weight, len(ctx.main_grads) > 0)
+        return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None, None
 
 
 @overload
 def ag_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0,
-    return_gathered: Literal[False] = False, group: GroupLike = None, config: AgGemmConfig | None = None,
+    return_gathered: Literal[False] = False, main_grad: torch.Tensor | None = None, group: GroupLike = None,
+    config: AgGemmConfig | None = None,
 ) -> torch.Tensor: ...
 
 
 @overload
 def ag_gemm(
     x: torch.Tensor, weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor | None] | None = None, *, dim: int = 0,
-    return_gathered: Literal[False] = False, group: GroupLike = None, config: AgGemmConfig | None = None,
+    return_gathered: Literal[False] = False, main_grad: Sequence[torch.Tensor] | None = None, group: GroupLike = None,
+    config: AgGemmConfig | None = None,
 ) -> list[torch.Tensor]: ...
 
 
@@ -154,13 +159,14 @@ def ag_gemm(
 def ag_gemm(
     x: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor],
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None, *, dim: int = 0, return_gathered: bool,
-    group: GroupLike = None, config: AgGemmConfig | None = None,
+    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None, group: GroupLike = None,
+    config: AgGemmConfig | None = None,
 ) -> Any: ...
 
 
 def ag_gemm(
     x: torch.Tensor, weight: Any, bias: Any = None, *, dim: int = 0, return_gathered: bool = False,
-    group: GroupLike = None, config: AgGemmConfig | None = None,
+    main_grad: Any = None, group: GroupLike = None, config: AgGemmConfig | None = None,
 ) -> Any:
     """All-gather x along its rows, and multiply it by ``weight.T`` while the shards arrive.
 
@@ -175,6 +181,9 @@ def ag_gemm(
         dim: The dimension of x that is gathered: 0, or 1 for [B, S / W, K], which gives [B, S, N / W]. Block r of the
             gathered dimension belongs to rank r.
         return_gathered: Whether the gathered x is returned, too.
+        main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
+            dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM. For
+            a list of weights, a list of the same length; all of the weights must then need a gradient.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune). For a
             list of weights it is selected for the sum of the N_i.
@@ -207,23 +216,24 @@ def ag_gemm(
     """
     group = resolve_group(group)
     if return_gathered or dim != 0 or isinstance(weight, _LISTS) or isinstance(bias, _LISTS):
-        return _general(x, weight, bias, dim, return_gathered, group, config)
+        return _general(x, weight, bias, dim, return_gathered, main_grad, group, config)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("ag_gemm", x, weight, bias)
+    check_main_grad("ag_gemm", weight, main_grad)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("ag_gemm", config, AgGemmConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
-    y = autograd.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
+    y = autograd.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call, for_backward=(as_list(main_grad),))
     y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
     keep_call(key, "ag_gemm", launch, run, group, x, weight, bias, config, x_rows, y)
     return y
 
 
-def _general(x, weight, bias, dim, return_gathered, group, config):
+def _general(x, weight, bias, dim, return_gathered, main_grad, group, config):
     """Execute ``ag_gemm`` with all its options."""
     several = isinstance(weight, _LISTS)
     weights, biases = multi.as_lists(weight, bias)
@@ -236,11 +246,12 @@ def _general(x, weight, bias, dim, return_gathered, group, config):
     weights, biases = others[: len(weights)], others[len(weights) :]
     for one, its_bias in zip(weights, biases, strict=True):
         validation.check_operands("ag_gemm", x, one, its_bias)
+    main_grads = multi.main_grads_of(weight, main_grad, weights)
     check_dim("ag_gemm", "x", x, dim)
     check_config("ag_gemm", config, AgGemmConfig, x)
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     call = x_rows, weights, biases, segment_rows_of(x, dim, 1), return_gathered
-    results = multi.ag_gemm_multi(*call, group.group_name, as_argument(config))
+    results = multi.ag_gemm_multi(*call, group.group_name, as_argument(config), main_grads)
     lead = gathered(x.shape, dim, group.size())
     shapes = [(*lead, result.shape[1]) for result in results]
     multi.keep_call(key, group, *call, config, shapes)

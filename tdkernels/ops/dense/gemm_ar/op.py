@@ -37,6 +37,7 @@ from tdkernels.ops.common.torch_collectives import all_reduce
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_ar import launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
+from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, local_weight_gradient
 from tdkernels.runtime import autograd
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.runtime.torch_op import register
@@ -81,24 +82,25 @@ register("gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, str config) 
 
 class _GemmAr(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, config):
+    def forward(ctx, x, weight, bias, group, config, main_grads):
         ctx.save_for_backward(x, weight)
+        ctx.main_grads = main_grads
         return torch.ops.tdkernels.gemm_ar(x, weight, bias, group, config)
 
     @staticmethod
     def backward(ctx, dz):
         autograd.reject_second_derivatives("gemm_ar")
         x, weight = ctx.saved_tensors
-        need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
+        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         dx = dz @ weight if need_dx else None
-        dweight = dz.t() @ x if need_dweight else None
+        dweight = local_weight_gradient(dz, x, weight, ctx.main_grads) if need_dweight else None
         dbias = dz.sum(0, dtype=torch.float32).to(dz.dtype) if need_dbias else None
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 def gemm_ar(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
-    config: GemmArConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, main_grad: torch.Tensor | None = None,
+    group: GroupLike = None, config: GemmArConfig | None = None,
 ) -> torch.Tensor:
     """Multiply x by ``weight.T``, and all-reduce the product while it is computed.
 
@@ -107,6 +109,8 @@ def gemm_ar(
             and restored: [B, S, K / W] gives [B, S, N].
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
+            dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmArConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
@@ -141,11 +145,12 @@ def gemm_ar(
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("gemm_ar", x, weight, bias)
+    check_main_grad("gemm_ar", weight, main_grad)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("gemm_ar", config, GemmArConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
-    z = autograd.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
+    z = autograd.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call, for_backward=(as_list(main_grad),))
     z = z.view(*x.shape[:-1], weight.shape[0])
     keep_call(key, "gemm_ar", launch, run, group, x, weight, bias, config, x_rows, z)
     return z

@@ -50,6 +50,7 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.ops.dense.layout import by_rank, by_segment, check_dim, scattered, segment_rows_of
+from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, returned_gradient
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import GroupLike, resolve_group
@@ -93,10 +94,10 @@ def _fake_gemm_rs(x, weight, bias, segment_rows, group, config):
     return x.new_empty(x.shape[0] // torch_op.world_size_by_name(group), weight.shape[0])
 
 
-def _fake_gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+def _fake_gemm_rs_backward(dz, x, weight, main_grads, need_dx, need_dweight, need_dbias, group, config):
     return (
         x.new_empty(x.shape if need_dx else (0,)),
-        x.new_empty(weight.shape if need_dweight else (0,)),
+        x.new_empty(weight.shape if need_dweight and not main_grads else (0,)),
         x.new_empty(weight.shape[:1] if need_dbias else (0,)),
     )
 
@@ -107,8 +108,8 @@ torch_op.register(
     _fake_gemm_rs,
 )
 torch_op.register(
-    "gemm_rs_backward(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
-    "str group, str config) -> (Tensor, Tensor, Tensor)",
+    "gemm_rs_backward(Tensor dz, Tensor x, Tensor weight, Tensor(a!)[] main_grads, bool need_dx, bool need_dweight,"
+    " bool need_dbias, str group, str config) -> (Tensor, Tensor, Tensor)",
     gemm_rs_backward,
     _fake_gemm_rs_backward,
 )
@@ -116,8 +117,9 @@ torch_op.register(
 
 class _GemmRs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, segment_rows, group, config):
+    def forward(ctx, x, weight, bias, segment_rows, group, config, main_grads):
         ctx.save_for_backward(x, weight)
+        ctx.main_grads = main_grads
         ctx.segment_rows, ctx.group, ctx.config = segment_rows, group, config
         return torch.ops.tdkernels.gemm_rs(x, weight, bias, segment_rows, group, config)
 
@@ -128,16 +130,20 @@ class _GemmRs(torch.autograd.Function):
         need = ctx.needs_input_grad[:3]
         ranks = 1 if ctx.segment_rows is None else x.shape[0] // dz.shape[0]
         rows = x if ctx.segment_rows is None else by_rank(x, ctx.segment_rows, ranks)
-        dx, *others = torch.ops.tdkernels.gemm_rs_backward(dz, rows, weight, *need, ctx.group, ctx.config)
+        dx, dweight, dbias = torch.ops.tdkernels.gemm_rs_backward(
+            dz, rows, weight, ctx.main_grads, *need, ctx.group, ctx.config
+        )
         if need[0] and ctx.segment_rows is not None:
             dx = by_segment(dx, ctx.segment_rows, ranks)
-        gradients = (grad if needed else None for grad, needed in zip((dx, *others), need, strict=True))
-        return *gradients, None, None, None
+        if need[1]:
+            dweight = returned_gradient(dweight, weight, len(ctx.main_grads) > 0)
+        gradients = (grad if needed else None for grad, needed in zip((dx, dweight, dbias), need, strict=True))
+        return *gradients, None, None, None, None
 
 
 def gemm_rs(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0, group: GroupLike = None,
-    config: GemmRsConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0,
+    main_grad: torch.Tensor | None = None, group: GroupLike = None, config: GemmRsConfig | None = None,
 ) -> torch.Tensor:
     """Multiply x by ``weight.T``, and reduce-scatter the product along its rows while it is computed.
 
@@ -148,6 +154,8 @@ def gemm_rs(
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
         dim: The dimension that is scattered: 0, or 1 for [B, S, K / W], which gives [B, S / W, N]. It must be divisible
             by W.
+        main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
+            dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmRsConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
@@ -182,6 +190,7 @@ def gemm_rs(
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("gemm_rs", x, weight, bias)
+    check_main_grad("gemm_rs", weight, main_grad)
     check_dim("gemm_rs", "x", x, dim)
     world_size = group.size()
     if x.shape[dim] % world_size:
@@ -192,7 +201,7 @@ def gemm_rs(
     segment_rows = segment_rows_of(x, dim, world_size) if dim == 1 and x.shape[0] > 1 and x_rows.shape[0] else None
     check_config("gemm_rs", config, GemmRsConfig, x)
     call = x_rows, weight, bias, segment_rows, group.group_name, as_argument(config)
-    z = autograd.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
+    z = autograd.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call, for_backward=(as_list(main_grad),))
     z = z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
     more = () if segment_rows is None else (segment_rows,)
     keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z, *more)
