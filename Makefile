@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz chaos lint docs docs-serve bench clean
+.PHONY: help demo test test-newest test-integrations test-gpu test-one-gpu fuzz chaos lint docs docs-serve bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -53,6 +53,10 @@ test-newest:  ## the test suite with the newest versions that pip finds, instead
 	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[dev,bench]'
 	$(NEWEST)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 	$(MAKE) test VENV= PYTHON=$(NEWEST)/bin/python
+
+test-integrations: $(READY)  ## the tests with transformers, torchtitan and megatron-core, which it installs
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev,integrations]'
+	$(PY) -m pytest -q tests/integrations tests/nn/test_transformers.py
 
 REPEAT ?= 1
 test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped

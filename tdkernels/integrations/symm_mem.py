@@ -12,7 +12,8 @@ too; torch has no CPU kernel for these operators.
 
 A call runs torch's kernel if the last dimension is gathered or scattered, the dtype is not bf16, fp16 or fp32, A and B
 differ in dtype, Bs is empty, or K or N is 0. On a CPU it runs functional collectives and torch.matmul. ``counts()``
-returns the number of these calls by reason. All ranks must pass the same shapes and dtypes; in torch B may differ.
+returns the number of these calls by reason, and ``explain()`` shows the configs of the others. All ranks must pass the
+same shapes and dtypes; in torch B may differ.
 
 The scaled pair, fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter, is not overridden: tdkernels has
 no fp8 GEMM yet.
@@ -31,11 +32,14 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
+from tdkernels.autotune.explain import explain as explain_call
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common.gemm_operands import lies_as_kn
 from tdkernels.ops.common.validation import DTYPES, shape_of
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
 from tdkernels.ops.dense.gemm_rs.op import gemm_rs
@@ -45,8 +49,22 @@ _GATHER, _SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 _KEYS = ("CUDA", "CPU")
 
 _library: torch.library.Library | None = None
-# Calls that run on tdkernels, and calls that run torch's kernel by reason; both by operator.
-_own_calls: Counter[str] = Counter()
+
+
+class _Served(NamedTuple):
+    """Calls that run on tdkernels: those of one operator that have operands of the same layout."""
+
+    operator: str
+    rows: int
+    k: int
+    n: tuple[int, ...]
+    column_major: bool  # the memory layout of B, so weight = B.T is row-major
+    dtype: torch.dtype
+    group_name: str
+
+
+# Calls that run on tdkernels, and calls that run torch's kernel by operator and reason.
+_own_calls: Counter[_Served] = Counter()
 _torch_calls: dict[str, Counter[str]] = {_GATHER: Counter(), _SCATTER: Counter()}
 
 
@@ -99,6 +117,13 @@ def _unsupported_reason(A, Bs, dim_name, dim):
     return None
 
 
+def _count_own(operator, rows, weights, group_name):
+    """Count a call that runs on tdkernels."""
+    n = tuple(weight.shape[0] for weight in weights)
+    served = _Served(operator, *rows.shape, n, not lies_as_kn(weights[0]), rows.dtype, group_name)
+    _own_calls[served] += 1
+
+
 # ---- kernels of the dispatcher ----
 
 
@@ -142,9 +167,9 @@ def _all_gather_matmul(
     if reason is not None:
         _torch_calls[_GATHER][reason] += 1
         return _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
-    _own_calls[_GATHER] += 1
     moved = A.movedim(gather_dim, 0)
     rows, weights = moved.flatten(0, -2), [B.t() for B in Bs]
+    _count_own(_GATHER, rows, weights, group_name)
 
     def unflatten(result):
         lead = [group.size() * moved.shape[0], *moved.shape[1:-1]]
@@ -168,9 +193,10 @@ def _matmul_reduce_scatter(
     if reason is not None:
         _torch_calls[_SCATTER][reason] += 1
         return _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)
-    _own_calls[_SCATTER] += 1
     moved = A.movedim(scatter_dim, 0)
-    z = gemm_rs(moved.flatten(0, -2), B.t(), group=group_by_name(group_name))
+    rows, weight = moved.flatten(0, -2), B.t()
+    _count_own(_SCATTER, rows, [weight], group_name)
+    z = gemm_rs(rows, weight, group=group_by_name(group_name))
     if reduce_op == "avg":
         z.div_(world_size)
     z = z.view(moved.shape[0] // world_size, *moved.shape[1:-1], B.shape[1])
@@ -278,6 +304,43 @@ def counts() -> dict[str, dict[str, Any]]:
         A dict for each operator: "tdkernels" is a number, "torch" is a dict {reason: number}. For example
         ``{"fused_all_gather_matmul": {"tdkernels": 3, "torch": {"gather_dim is the last dimension": 1}}, ...}``.
     """
-    return {
-        operator: {"tdkernels": _own_calls[operator], "torch": dict(_torch_calls[operator])} for operator in _KERNELS
-    }
+    own = Counter({operator: 0 for operator in _KERNELS})
+    for served, number in _own_calls.items():
+        own[served.operator] += number
+    return {operator: {"tdkernels": own[operator], "torch": dict(_torch_calls[operator])} for operator in _KERNELS}
+
+
+def explain() -> str:
+    """Return how the calls since ``install`` were served, for reading: one line for each layout of the operands.
+
+    A line has the number of calls and ``tdkernels.explain`` of the call: the method and config that it runs with, their
+    source, and the expected time. Calls on torch's kernel have the reason. Local; ``counts`` returns the numbers.
+
+    Example:
+        >>> print(symm_mem.explain())
+        fused_all_gather_matmul
+            320 x ag_gemm 8192x7168x8192 bfloat16 nk on 8 x NVIDIA H100 80GB HBM3: fused (shipped), ...
+              1 x torch's kernel: gather_dim is the last dimension
+        fused_matmul_reduce_scatter: not called
+    """
+    lines = []
+    for operator in _KERNELS:
+        own = [(number, served) for served, number in _own_calls.items() if served.operator == operator]
+        by_torch = [(number, f"torch's kernel: {reason}") for reason, number in _torch_calls[operator].items()]
+        lines.append(operator if own or by_torch else f"{operator}: not called")
+        for number, text in [(number, _explained(served)) for number, served in own] + by_torch:
+            lines.append(f"{number:7} x {text}")
+    return "\n".join(lines)
+
+
+def _explained(served):
+    """Return ``tdkernels.explain`` in one line for calls that run on tdkernels."""
+    name = "ag_gemm" if served.operator == _GATHER else "gemm_rs"
+    n = sum(served.n)
+    x = torch.empty(served.rows, served.k, dtype=served.dtype, device="meta")
+    weight = x.new_empty(n, served.k) if served.column_major else x.new_empty(served.k, n).t()
+    line = explain_call(
+        name, x.shape, weight.shape, dtype=served.dtype, layout=tunable(name).layout_of(x, weight),
+        group=group_by_name(served.group_name),
+    ).line()
+    return line if len(served.n) == 1 else f"{line}; one gather for N of {', '.join(map(str, served.n))}"

@@ -130,10 +130,6 @@ class _ParallelLinear(Divided):
             with torch.no_grad():
                 parameter.copy_(as_dtensor_like(parameter, drawn))
 
-    def _options(self) -> dict[str, Any]:
-        """Return keyword arguments of the operator. Training frameworks may set ``weight.main_grad`` at any time."""
-        return {"group": self.group, "config": self.config, "main_grad": getattr(self.weight, "main_grad", None)}
-
     def __deepcopy__(self, memo):
         return copy_with_same_group(self, memo)
 
@@ -213,11 +209,14 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Collective over the group. With neither ``sequence_parallel`` nor ``gather_output`` only the backward is.
         """
-        options = self._options()
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None)
         if self.sequence_parallel:
-            y = ag_gemm(x, self.weight, self.bias, dim=self.seq_dim, **options)
+            y = ag_gemm(
+                x, weight, self.bias, dim=self.seq_dim, main_grad=main_grad, group=self.group, config=self.config
+            )
         else:
-            y = column_linear(x, self.weight, self.bias, **options)
+            y = column_linear(x, weight, self.bias, main_grad=main_grad, group=self.group, config=self.config)
         if not self.gather_output:
             return y
         columns = gather_rows(y.movedim(-1, 0).contiguous(), backward="slice", group=self.group)
@@ -291,7 +290,10 @@ class RowParallelLinear(_ParallelLinear):
         """Compute y for x, with the shapes of the class. Collective over the group."""
         if not self.input_is_parallel:
             x = scatter_rows(x.movedim(-1, 0), backward="sum", group=self.group).movedim(0, -1)
-        options = self._options()
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None)
         if self.sequence_parallel:
-            return gemm_rs(x, self.weight, self.bias, dim=self.seq_dim, **options)
-        return gemm_ar(x, self.weight, self.bias, **options)
+            return gemm_rs(
+                x, weight, self.bias, dim=self.seq_dim, main_grad=main_grad, group=self.group, config=self.config
+            )
+        return gemm_ar(x, weight, self.bias, main_grad=main_grad, group=self.group, config=self.config)

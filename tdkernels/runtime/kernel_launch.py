@@ -148,6 +148,16 @@ class _LocalWorkspace:
         pass
 
 
+class WithinCall(_LocalWorkspace):
+    """Takes the place of a workspace for a launch in the middle of a call that has checked and ordered it already.
+
+    The launch is cached with those of the workspace, because it depends on the same buffer.
+    """
+
+    def __init__(self, workspace: "Workspace") -> None:
+        self.launches, self.ctx = workspace.launches, workspace.ctx
+
+
 @functools.cache
 def _local_workspace_of_stream(device, stream):
     return _LocalWorkspace()

@@ -200,6 +200,26 @@ def test_unsupported_calls_run_on_torch():
     on_ranks(2, falls_back)
 
 
+def explains_calls():
+    A, B, name = draw(4, 8, seed=0), draw(8, 6, seed=1), group_name()
+    with symm_mem.installed():
+        assert symm_mem.explain() == f"{GATHER}: not called\n{SCATTER}: not called"
+        for _ in range(2):
+            torch.ops.symm_mem.fused_all_gather_matmul(A, [B, column_major(B)[:, :3]], 0, name)
+        torch.ops.symm_mem.fused_all_gather_matmul(A, [], 0, name)
+        torch.ops.symm_mem.fused_matmul_reduce_scatter(A, column_major(B), "sum", 0, name)
+        gather, lists, by_torch, scatter, own = symm_mem.explain().splitlines()
+    assert (gather, scatter) == (GATHER, SCATTER)
+    assert by_torch == "      1 x torch's kernel: Bs is empty"
+    assert lists.startswith("      2 x ag_gemm 8x18x8 float32 kn ") and lists.endswith("; one gather for N of 6, 3")
+    assert own.startswith("      1 x gemm_rs 4x6x16 float32 nk ") and ": fused (" in own
+
+
+@runs_torch
+def test_explanation():
+    on_ranks(2, explains_calls)
+
+
 def rejects_invalid_arguments():
     A, B, name = draw(4, 8, seed=0), draw(8, 6, seed=1), group_name()
     gather, scatter = torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter

@@ -19,6 +19,7 @@ import tdkernels
 from tdkernels.nn import EPMoE, Router, RowParallelLinear, SwiGLU
 from tdkernels.nn.parallel import ColwiseParallel, RowwiseParallel, parallelize, report, styles
 from tests.support.ranks import device, on_ranks
+from tests.support.subset import THOROUGH
 
 B, S, H, I, V, HEAD = 2, 4, 16, 24, 12, 4  # four heads, of which pairs share keys and values
 
@@ -115,7 +116,7 @@ def close(got, expected, case=""):
 # ---- training ----
 
 
-def train(model, steps=2):
+def train(model, steps=10 if THOROUGH else 2):
     """Return the loss, the norm of the gradients, all gradients and the parameters after each step."""
     # torch's foreach implementation, the default on GPUs, does not take tensors and DTensors together.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, foreach=False)

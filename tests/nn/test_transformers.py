@@ -1,6 +1,6 @@
 """EPMoE and TPMoE in place of transformers' MoE blocks: equal outputs, gradients and checkpoints.
 
-transformers is in the extra "models"; these tests are skipped without it.
+transformers is in the extra "integrations"; these tests are skipped without it.
 """
 
 import pytest

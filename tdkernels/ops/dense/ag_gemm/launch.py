@@ -20,7 +20,7 @@ from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, block
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, output_spec
+from tdkernels.runtime.kernel_launch import Launch, WithinCall, bind_uncopied, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -281,31 +281,43 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
     """
     if config.transport == "one_shot":
         config = _push_config(config)  # "one_shot" does not keep the gathered x
-    rows, k = x.shape
     copies = config.transport == "copy_engine"
     fields = with_config(_fields(x, weights, segment_rows), config)
     chunk_rows = config.chunk_tiles * config.tiles.block_m
     gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies)
-    workspace, topology = gather.workspace, gather.topology
-    ys = [x.new_empty(topology.world_size * rows, weight.shape[0]) for weight in weights]
     gather.begin()
-    num_comm = config.num_comm_sms
     if copies:
         gather.copy(own=keep_gathered)
-        num_comm = 0
-    all_rows = topology.world_size * gather.slot_rows
+    operands = x, *weights, *biases
+    key = "tiles", config, segment_rows, len(weights), gather.plan, gemm_operands.dot_precision(x.dtype)
+    prepare = lambda x, *rest: _prepare_tiles(  # noqa: E731
+        gather, x, rest[: len(weights)], rest[len(weights) :], config, segment_rows
+    )
+    ys = launch_cached(WithinCall(gather.workspace), key, operands, prepare)
+    if keep_gathered:
+        return ys, gather
+    gather.close()
+    return ys, None
+
+
+def _prepare_tiles(gather, x, weights, biases, config, segment_rows):
+    """Return the Launch of the kernel on the memory of an AsyncAllGather."""
+    rows, k = x.shape
+    workspace, topology, all_rows = gather.workspace, gather.topology, gather.world_size * gather.slot_rows
     gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
+    ys = [output_spec(x, gather.world_size * rows, weight.shape[0]) for weight in weights]
+    num_comm = 0 if config.transport == "copy_engine" else config.num_comm_sms
     pieces, turns = _count(x, weights, num_comm, topology, config)
     programs, late = _programs(x, weights, pieces, num_comm, topology, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, gather.slot_rows, gather.plan, num_comm, True, config, late,
         segment_rows,
     )
-    _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=recorder.buffer(x.device, pieces, turns))
-    if keep_gathered:
-        return ys, gather
-    gather.close()
-    return ys, None
+    constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
+    operands, fixed = (x, *weights, *biases), (workspace.ctx, gathered[0])
+    return Launch(
+        WithinCall(workspace), _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed
+    )
 
 
 def _num_chunks(rows, config):
