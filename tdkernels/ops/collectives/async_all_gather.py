@@ -124,6 +124,14 @@ class AsyncAllGather(AsyncCollective):
             return
         self._beside(lambda: self._copy_to_all(own))
 
+    def copy_out(self, out: torch.Tensor, source: int) -> None:
+        """Copy the shard of rank ``source``, which has been waited for, to ``out[source]`` on the side stream.
+
+        ``out`` is valid after ``close``.
+        """
+        shard = self.x if source == self.rank else self.gathered[source]
+        self._beside(lambda: out[source].copy_(shard.view(out.shape[1:]), non_blocking=True))
+
     def source(self, step: int) -> int:
         """Return the rank whose shard arrives in position ``step``. Position 0 is this rank."""
         local, elsewhere = self.topology.local_world_size, self.topology.num_nodes - 1

@@ -87,8 +87,11 @@ def _run(x, weights, biases, segment_rows, return_gathered, group, config, field
         results = [launch.launch(x, *one, group, config)[0] for one in zip(weights, biases, strict=True)]
     else:
         config = AgGemmConfig(method="parts") if config.method == "fused" else config
-        ys, gather = pipelined.launch(x, weights, biases, group, config, fields, return_gathered)
-        results = ys + _kept(gather, x, x.shape[0])
+        full = x.new_empty(group.size() * x.shape[0], x.shape[1]) if return_gathered else None
+        into = None if full is None else full.view(-1, group.size(), segment_rows, x.shape[1]).transpose(0, 1)
+        results, _ = pipelined.launch(x, weights, biases, group, config, fields, keep_gathered=False, into=into)
+        results = [by_segment(rows, segment_rows, group.size()) for rows in results]
+        return results if full is None else [*results, full]
     return [by_segment(rows, segment_rows, group.size()) for rows in results]
 
 

@@ -25,10 +25,19 @@ if TYPE_CHECKING:
 def launch(
     x: "torch.Tensor", weights: "Sequence[torch.Tensor]", biases: "Sequence[torch.Tensor | None]",
     group: "dist.ProcessGroup", config: "AgGemmConfig", fields: Mapping[str, Any], keep_gathered: bool,
+    into: "torch.Tensor | None" = None,
 ) -> "tuple[list[torch.Tensor], AsyncAllGather | None]":
     """Run ag_gemm with method "parts" for each weight; return (outputs, gather).
 
-    ``fields`` must be equal on all ranks. ``keep_gathered`` and ``gather`` as for ``ag_gemm.launch.launch``.
+    Args:
+        x: This rank's rows [M / W, K].
+        weights: List of [N_i, K].
+        biases: List of [N_i] or None.
+        group: The resolved group.
+        config: The config.
+        fields: Properties of the call that must be equal on all ranks.
+        keep_gathered: As for ``ag_gemm.launch.launch``, and so is ``gather``.
+        into: [W, ..., K] with the elements of x per rank, or None. Each shard is copied to it while later ones arrive.
     """
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
@@ -39,12 +48,16 @@ def launch(
     with ExitStack() as closing:
         closing.enter_context(gather)
         gather.copy(own=keep_gathered)
+        if into is not None:
+            gather.copy_out(into, gather.rank)
         for weight, bias, y in made:
             product(x, weight, bias, y[gather.rank])
         for step in range(1, gather.world_size):
             source = gather.source(step)
             for number, (first, count) in enumerate(pieces):
                 gather.wait(step, number)
+                if into is not None and number == len(pieces) - 1:
+                    gather.copy_out(into, source)
                 part = gather.gathered[source, first : first + count]
                 for weight, bias, y in made:
                     product(part, weight, bias, y[source, first : first + count])
