@@ -116,14 +116,11 @@ class RankPool:
         self._procs: list[multiprocessing.process.BaseProcess] = []
         self._conns: list[multiprocessing.connection.Connection] = []
         self._store: dist.TCPStore | None = _loopback_store()  # for the rendezvous of the ranks
-        spawn, port = multiprocessing.get_context("spawn"), self._store.port  # CUDA and torch's threads survive no fork
+        port = self._store.port
         try:
             for rank in range(world_size):
-                ours, theirs = spawn.Pipe()
-                proc = spawn.Process(
-                    target=_rank_main, args=(rank, world_size, self.device, port, theirs),
-                    name=f"tdkernels rank {rank}", daemon=True,
-                )
+                ours, theirs = multiprocessing.Pipe()
+                proc = new_process(_rank_main, (rank, world_size, self.device, port, theirs), f"tdkernels rank {rank}")
                 proc.start()
                 theirs.close()  # only the rank keeps that end open, so its death closes the pipe
                 self._procs.append(proc)
@@ -314,6 +311,12 @@ def _loopback_store() -> dist.TCPStore:
         )
 
 
+def _spawned_process(target: Callable, args: tuple, name: str) -> multiprocessing.process.BaseProcess:
+    """Return a process, not started yet, that imports everything anew: CUDA and torch's threads survive no fork."""
+    return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name, daemon=True)
+
+
+new_process = _spawned_process  # the test suite replaces it
 _rank_device: torch.device | None = None  # in a rank: its device
 around_runs = contextlib.nullcontext  # context manager around each run in each rank; the race checker replaces it
 

@@ -1,6 +1,7 @@
 """RankPool, and the helpers over it in tests/support/ranks.py.
 
-Tests of the pool itself use device="cpu". They run no operator, so they do not count as multi-rank runs for the rule in
+The suite forks its CPU ranks (tests/support/forked_ranks.py). Some tests of the pool itself spawn them, as users do.
+They use device="cpu". They run no operator, so they do not count as multi-rank runs for the rule in
 conftest.py.
 """
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tdkernels import launch
 from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
 from tests.support import host_collectives, ranks
 
@@ -141,9 +143,16 @@ def print_and_exit(text):
 # ---- a pool that stays whole ----
 
 
+@pytest.fixture
+def spawned(monkeypatch):
+    """Spawn the ranks, as RankPool does outside this suite."""
+    monkeypatch.setattr(launch, "new_process", launch._spawned_process)
+
+
 @pytest.fixture(scope="module")
 def pool():
     with pytest.MonkeyPatch.context() as env:
+        env.setattr(launch, "new_process", launch._spawned_process)
         env.setenv("NCCL_NVLS_ENABLE", "0")
         env.setenv("RANK", "7")  # as if the caller were a rank of torchrun
         with RankPool(2, "cpu", timeout_s=60) as pool:
@@ -265,7 +274,7 @@ def assert_unusable(pool, why):
 
 
 @pytest.mark.parametrize("die_with, message", [(kill_self, "was killed by SIGKILL"), (exit_self, "exited with code 3")])
-def test_dead_rank(start, die_with, message):
+def test_dead_rank(spawned, start, die_with, message):
     pool = start(2, "cpu", timeout_s=60)
     began = time.monotonic()
     with pytest.raises(RankError, match=message) as info:
@@ -296,7 +305,7 @@ def test_dead_rank_whose_pipe_stays_open(start, tmp_path):
     flag.unlink()
 
 
-def test_timeout(start, capfd):
+def test_timeout(spawned, start, capfd):
     pool = start(2, "cpu", timeout_s=1.5)
     with pytest.raises(RankError, match=r"rank 1 had not returned within 1\.5 s") as info:
         pool.run(sleep_on, 1, 600)
@@ -473,7 +482,7 @@ def test_too_few_gpus_skips_without_counting(monkeypatch):
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
     (tmp_path / "tests" / "support").mkdir(parents=True)
-    support = ("__init__", "host_collectives", "ranks", "simulated_nodes", "subset")
+    support = ("__init__", "forked_ranks", "host_collectives", "ranks", "simulated_nodes", "subset")
     for name in ("__init__", "conftest", *(f"support/{name}" for name in support)):
         shutil.copy(REPO / "tests" / f"{name}.py", tmp_path / "tests" / f"{name}.py")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")

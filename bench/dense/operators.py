@@ -155,12 +155,12 @@ def _ours(case, config):
 
 def _ours_backward_of_ag(case, config):
     backward, group = torch.ops.tdkernels.ag_gemm_backward, resolve_group().group_name
-    return lambda s: backward(s.dy, s.x, s.weight, True, True, group, "")
+    return lambda s: backward(s.dy, s.x, s.weight, [], True, True, group, "")
 
 
 def _ours_backward_of_rs(case, config):
     backward, group = torch.ops.tdkernels.gemm_rs_backward, resolve_group().group_name
-    return lambda s: backward(s.dy, s.x, s.weight, True, True, False, group, "")[:2]
+    return lambda s: backward(s.dy, s.x, s.weight, [], True, True, False, group, "")[:2]
 
 
 _ALL = {

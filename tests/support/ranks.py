@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.launch import RankPool, pick_device, rank_device
-from tests.support import host_collectives
+from tests.support import forked_ranks, host_collectives
 
 ASKED = os.environ.get("TDKERNELS_TEST_DEVICE") or "auto"
 DEVICE = "cuda" if ASKED == "shared" else ASKED  # the device of the kernels
 if ASKED == "shared":
     host_collectives.install()
+if DEVICE == "cpu" or not torch.cuda.is_available():
+    forked_ranks.install()
 
 # Less than pytest's own timeout, so that the pool reports a hang with the rank and its stack.
 TIMEOUT_S = float(os.environ.get("TDKERNELS_TEST_TIMEOUT_S") or 240.0)
