@@ -21,7 +21,8 @@ LAYERS = [
     ("ops.experts.dispatch",),
     ("ops.experts.ep_moe", "ops.experts.tp_moe"),
     ("", "ops"),  # tdkernels itself, which exports the public names
-    ("nn", "integrations", "trace", "sanitizer", "solo"),
+    ("nn", "trace", "sanitizer", "solo"),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 ]

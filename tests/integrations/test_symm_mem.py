@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from tdkernels.integrations import symm_mem
+from tests.integrations.torchtitan_layers import draw, torchtitan_layers_are_exact
 from tests.support.ranks import ASKED, device, on_ranks
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -20,12 +21,6 @@ runs_torch = pytest.mark.skipif(ASKED == "shared", reason="torch's kernels need 
 
 def group_name():
     return dist.group.WORLD.group_name
-
-
-def draw(*shape, seed, dtype=torch.float32):
-    """Return integers from -2 to 2, so that all sums are exact. Tensors differ between ranks if the seeds do."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=generator).to(device(), dtype)
 
 
 def draw_all(*shape, seed, dtype=torch.float32):
@@ -343,49 +338,11 @@ def mm_with_out_dtype():
         library._destroy()
 
 
-def gradients(function, operands, dy):
-    operands = [None if x is None else x.detach().clone().requires_grad_() for x in operands]
-    y = function(*operands)
-    return y.detach(), torch.autograd.grad(y, [x for x in operands if x is not None], dy)
-
-
 def torchtitan_layers(dtype):
-    """Compare torchtitan's layers with a layer of the whole weight."""
     from torchtitan.distributed import linear
 
-    ranks, rank, group = dist.get_world_size(), dist.get_rank(), (dist.group.WORLD, group_name())
-    M, K, N = 4 * ranks, 8 * ranks, 6 * ranks
-    x, weights = draw(M, K, seed=0, dtype=dtype), [draw(N, K, seed=seed, dtype=dtype) for seed in (1, 2)]
-    bias, dy = draw(N, seed=3, dtype=dtype), draw(M, 2 * N, seed=4, dtype=dtype)
-
-    def own(t, dim=0):
-        return t.chunk(ranks, dim)[rank]
-
-    def whole(function, *operands, dy):
-        y, grads = gradients(function, [t.double() for t in operands], dy.double())
-        return [y.to(dtype), *(grad.to(dtype) for grad in grads)]
-
-    def check(results, expected, dims):
-        y, grads = results
-        for got, want, dim in zip((y, *grads), expected, dims, strict=True):
-            assert got.dtype == dtype and torch.equal(got, want if dim is None else own(want, dim))
-
     with symm_mem.installed(), mm_with_out_dtype():
-        expected = whole(torch.nn.functional.linear, x, weights[0], bias, dy=dy[:, :N])
-        layer = linear.AllGatherLinear.apply
-        operands = own(x), own(weights[0]), own(bias)
-        check(gradients(lambda *t: layer(*t, *group), operands, own(dy[:, :N], 1)), expected, (1, 0, 0, 0))
-        layer = linear.LinearReduceScatter.apply
-        operands = own(x, 1), own(weights[0], 1), bias
-        check(gradients(lambda *t: layer(*t, *group), operands, own(dy[:, :N])), expected, (0, 1, 1, None))
-
-        expected = whole(lambda x, a, b: torch.cat((x @ a.T, x @ b.T), 1), x, *weights, dy=dy)
-        own_columns = torch.cat([own(half, 1) for half in dy.chunk(2, 1)], 1)
-        expected[0] = torch.cat([own(half, 1) for half in expected[0].chunk(2, 1)], 1)
-        layer = linear.AllGatherLinearMulti.apply
-        operands = own(x), own(weights[0]), own(weights[1])
-        results = gradients(lambda *t: torch.cat(layer(*t, *group), 1), operands, own_columns)
-        check(results, expected, (None, 0, 0, 0))
+        torchtitan_layers_are_exact(linear, dtype)
         # Forward and backward of the layers: 2, 1 and 2 gathers, and one scatter each.
         assert symm_mem.counts() == {
             GATHER: {"tdkernels": 5, "torch": {}}, SCATTER: {"tdkernels": 3, "torch": {}},

@@ -95,6 +95,9 @@ def _entry_of(name, module, rows):
     kind = type(module).__name__
     style = getattr(module, "tdkernels_style", None)
     if isinstance(style, LinearStyle):
+        reason = style.why_torch(module)
+        if reason is not None:
+            return Entry(name, kind, None, reason)
         sizes = module.in_features, module.out_features
         config = _config(style.operator, *sizes, style.group, module.weight.dtype, rows, style.config)
         return Entry(name, kind, runs_of(style), config=config)
@@ -106,6 +109,11 @@ def _entry_of(name, module, rows):
         return Entry(name, kind, ", ".join(map(_operator_of, parts)), config=configs)
     if isinstance(module, (EPMoE, TPMoE)):
         return Entry(name, kind, "ep_moe" if isinstance(module, EPMoE) else "tp_moe")
+    if hasattr(module, "tdkernels_runs"):  # a layer of tdkernels.integrations.megatron
+        operator, reason = module.tdkernels_runs
+        sizes = module.input_size, module.output_size
+        config = _config(operator, *sizes, module.tp_group, module.config.params_dtype, rows, None) if operator else ""
+        return Entry(name, kind, operator, reason, config)
     if isinstance(module, torch.nn.Linear):
         divided = isinstance(module.weight, DTensor)
         reason = "a DTensor parameter: parallel by torch" if divided else "not parallel"

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -141,6 +140,10 @@ class LinearStyle:
     gather: SharedGather | None = None
     slot: int = 0
 
+    def why_torch(self, module: torch.nn.Module) -> str | None:
+        """Return why ``module`` runs torch at present; None if it runs the operator."""
+        return None
+
     def __deepcopy__(self, memo):
         memo[id(self)] = copied = copy.copy(self)  # meshes and groups cannot be copied
         copied.gather = copy.deepcopy(self.gather, memo)
@@ -201,12 +204,12 @@ def local_parameters(module: torch.nn.Linear) -> tuple[Any, Any]:
     return weight, bias
 
 
-def _column_forward(module, x):
+def column_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of a torch.nn.Linear under ColwiseParallel."""
     style, dim = module.tdkernels_style, module.tdkernels_style.dim
     options = {"group": style.group, "config": style.config}
     if dim is None or dim >= x.dim() - 1:
-        y = column_linear(local_input(x, style, Replicate()), *local_parameters(module), **options)
+        y: Any = column_linear(local_input(x, style, Replicate()), *local_parameters(module), **options)
     else:
         y = style.gather.take(style.slot, x) if style.gather is not None else None
         if y is None:
@@ -214,17 +217,15 @@ def _column_forward(module, x):
     return y if style.use_local_output else DTensor.from_local(y, style.mesh, (Shard(-1),), run_check=False)
 
 
-def _row_forward(module, x):
+def row_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of a torch.nn.Linear under RowwiseParallel."""
     style, dim = module.tdkernels_style, module.tdkernels_style.dim
     options = {"group": style.group, "config": style.config}
     if dim is not None and dim >= x.dim() - 1:
         raise ValueError(f"{style.name}: output layout Shard({dim}) needs an x with more dimensions than {x.dim()}")
     local = local_input(x, style, Shard(x.dim() - 1))
-    if dim is None:
-        z = gemm_ar(local, *local_parameters(module), **options)
-    else:
-        z = gemm_rs(local, *local_parameters(module), dim=dim, **options)
+    w, b = local_parameters(module)
+    z = gemm_ar(local, w, b, **options) if dim is None else gemm_rs(local, w, b, dim=dim, **options)
     layout = Replicate() if dim is None else Shard(dim)
     return z if style.use_local_output else DTensor.from_local(z, style.mesh, (layout,), run_check=False)
 
@@ -290,7 +291,7 @@ class _FusedLinear:
         module.tdkernels_style = LinearStyle(
             name, operator, device_mesh, group, self.input_layouts[0], dim, self.use_local_output, self.config
         )
-        forward = _column_forward if isinstance(self, ColwiseParallel) else _row_forward
+        forward = column_forward if isinstance(self, ColwiseParallel) else row_forward
         module.forward = types.MethodType(forward, module)
         return module
 
