@@ -14,10 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tdkernels.nn.checkpoint import as_dtensor_like
-from tdkernels.nn.parallel.styles import LinearStyle, SharedGather, local_input, local_parameters
+from tdkernels.nn.parallel.shared_gather import SharedGather
+from tdkernels.nn.parallel.styles import LinearStyle, column_product, local_parameters
 from tdkernels.ops.collectives.regions import copy_to_ranks, gather_rows, scatter_rows
-from tdkernels.ops.dense.ag_gemm.op import ag_gemm
-from tdkernels.ops.dense.column_linear.op import column_linear
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -190,25 +189,14 @@ def _parameters_of(module):
 def _shared_head_forward(module, x):
     style = module.tdkernels_style
     y = style.gather.take(style.slot, x) if style.gather is not None else None
-    if y is not None:
-        return y
-    options: dict[str, Any] = {"group": style.group, "config": style.config}
-    if style.dim is None:
-        return column_linear(local_input(x, style, Replicate()), *_parameters_of(module), **options)
-    return ag_gemm(local_input(x, style, Shard(style.dim)), *_parameters_of(module), dim=style.dim, **options)
+    return column_product(x, style, *_parameters_of(module), style.config) if y is None else y
 
 
 class HeadGather(SharedGather):
     """SharedGather of linear layers of which some are complete on each rank."""
 
-    def _compute(self, x):
-        style = self.members[0].tdkernels_style
-        if any(member.weight.device_mesh.ndim != 1 for member in self.members):  # divided by FSDP2 at the moment
-            return None
-        weights, biases = zip(*(_parameters_of(member) for member in self.members), strict=True)
-        x = local_input(x, style, Shard(style.dim))
-        options = {"group": style.group, "config": style.config}
-        return ag_gemm(x, list(weights), list(biases), dim=style.dim, **options)
+    def parameters_of(self, member: Any) -> tuple[Any, Any]:
+        return _parameters_of(member)
 
 
 # ---- checkpoints ----

@@ -3,7 +3,7 @@
     part of the model                 sequence_parallel=True          sequence_parallel=False
     embedding, masks, positions       complete on every rank          complete on every rank
     hidden states between layers      [B, S / W, H]                   [B, S, H]
-    q, k, v; gate, up                 one ag_gemm for all             column_linear
+    q, k, v; gate, up                 one ag_gemm for all             one column_linear for all
     o; down                           gemm_rs                         gemm_ar
     MoE block                         EPMoE                           complete on every rank
     output layer                      column_linear, all-gather       column_linear, all-gather
@@ -33,7 +33,8 @@ from tdkernels.integrations.transformers.model_plan import ModelPlan, read_plan
 from tdkernels.nn.huggingface import replace_moe
 from tdkernels.nn.moe import EPMoE
 from tdkernels.nn.parallel.report import Entry, Report, runs_of
-from tdkernels.nn.parallel.styles import ColwiseParallel, LinearStyle, RowwiseParallel, SharedGather
+from tdkernels.nn.parallel.shared_gather import SharedGather
+from tdkernels.nn.parallel.styles import ColwiseParallel, LinearStyle, RowwiseParallel
 from tdkernels.symm import resolve_group
 
 if TYPE_CHECKING:
@@ -162,8 +163,7 @@ class _Job:
                     self._apply(name, columns)
             if parent in self.plan.groups:
                 self.model.get_submodule(parent).num_key_value_groups = self.plan.groups[parent]
-            if self.sequence_parallel:
-                self._share_gather(parent, names)
+            self._share_collective(parent, names)
         if self.plan.head and not self.plan.head_reason:
             self._apply(self.plan.head, ColwiseParallel())
             self.model.get_submodule(self.plan.head).register_forward_hook(self.border.gather_logits)
@@ -180,12 +180,13 @@ class _Job:
         )
         share_heads(module, self.plan.shared_heads[name], style)
 
-    def _share_gather(self, parent, names):
-        """Let the column-parallel layers of an attention or MLP share one gather of its divided input."""
+    def _share_collective(self, parent, names):
+        """Let the column-parallel layers of an attention or MLP share the gather of x, or the all-reduce of dx."""
         module = self.model.get_submodule(parent)
         gather = HeadGather() if self.plan.shared_heads.keys() & {*names} else SharedGather()
         gather.join([self.model.get_submodule(name) for name in names])
-        module.register_forward_pre_hook(self.border.divide, with_kwargs=True)
+        if self.sequence_parallel:
+            module.register_forward_pre_hook(self.border.divide, with_kwargs=True)
         module.register_forward_pre_hook(gather.begin)
         module.register_forward_hook(gather.end, always_call=True)
 

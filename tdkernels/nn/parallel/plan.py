@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tdkernels.nn.parallel.report import Entry, Report, runs_of
+from tdkernels.nn.parallel.shared_gather import SharedGather
 from tdkernels.nn.parallel.styles import (
     ColwiseParallel,
     RowwiseParallel,
-    SharedGather,
     sequence_dim,
 )
 from tdkernels.symm import resolve_group

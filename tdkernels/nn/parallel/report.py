@@ -126,7 +126,8 @@ def runs_of(style: LinearStyle) -> str:
     shared = len(style.gather.members) - 1 if style.gather is not None else 0
     if style.operator == "column_linear" and style.input_layout != Replicate():
         return f"column_linear, x redistributed from {style.input_layout!r} by torch"
-    return f"{style.operator}, gather shared with {shared} more" if shared else style.operator
+    collective = "gather" if style.operator == "ag_gemm" else "all-reduce of the gradient of x"
+    return f"{style.operator}, {collective} shared with {shared} more" if shared else style.operator
 
 
 def _operator_of(module):

@@ -31,85 +31,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from tdkernels.nn.parallel.shared_gather import SharedGather
+
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 # ---- state of a module with a style ----
-
-
-class SharedGather:
-    """One all-gather of x for several ColwiseParallel linears of a parent module.
-
-    During a forward of the parent, the first member that is called computes the outputs of all members. Each other
-    member takes its output if it gets the same tensor object; otherwise it gathers its own x. Outputs are used once.
-    None is kept after the forward of the parent.
-
-    A modification of x in place between two members is noticed by its version counter, except under torch.compile and
-    for inference tensors, which have none.
-
-    Attributes:
-        members: The linears, to which ColwiseParallel was applied with the same dimension and mesh.
-    """
-
-    def __init__(self) -> None:
-        self.members: list[Any] = []
-        self.active = False
-        self.clear()
-
-    def join(self, members: list[Any]) -> None:
-        """Set the members."""
-        self.members = members
-        for slot, member in enumerate(members):
-            member.tdkernels_style.gather, member.tdkernels_style.slot = self, slot
-
-    def clear(self) -> None:
-        self.x: torch.Tensor | None = None
-        self.context: tuple[Any, ...] = ()
-        self.outputs: dict[int, torch.Tensor] = {}
-
-    def begin(self, *_: Any) -> None:
-        """Begin a forward of the parent. A forward pre-hook."""
-        self.active = True
-        self.clear()
-
-    def end(self, *_: Any) -> None:
-        """End a forward of the parent, also if it raises. A forward hook."""
-        self.active = False
-        self.clear()
-
-    def take(self, slot: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of the member ``slot`` for x; None if the member must gather x itself."""
-        if not self.active:
-            return None
-        if self.x is None:
-            outputs = self._compute(x)
-            if outputs is None:
-                return None
-            self.x, self.context, self.outputs = x, _context_of(x), dict(enumerate(outputs))
-        elif x is not self.x or _context_of(x) != self.context:
-            return None
-        y = self.outputs.pop(slot, None)
-        if not self.outputs:
-            self.clear()
-        return y
-
-    def _compute(self, x):
-        """Return the outputs of all members; None if FSDP2 divides a parameter of a member at the moment."""
-        style = self.members[0].tdkernels_style
-        if any(isinstance(one.weight, DTensor) and one.weight.device_mesh.ndim != 1 for one in self.members):
-            return None
-        weights, biases = zip(*(local_parameters(member) for member in self.members), strict=True)
-        configs = [member.tdkernels_style.config for member in self.members]
-        config = configs[0] if all(other == configs[0] for other in configs) else None
-        x = local_input(x, style, Shard(style.dim))
-        return ag_gemm(x, list(weights), list(biases), dim=style.dim, group=style.group, config=config)
-
-
-def _context_of(x):
-    """Return what must be equal for an output computed earlier to be valid for the tensor x."""
-    known = not torch.compiler.is_compiling() and not x.is_inference()  # torch.compile cannot compare versions
-    version = x._version if known else None
-    return version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
 
 
 @dataclass(eq=False)
@@ -137,7 +64,7 @@ class LinearStyle:
     dim: int | None
     use_local_output: bool
     config: Any
-    gather: SharedGather | None = None
+    gather: "SharedGather | None" = None
     slot: int = 0
 
     def why_torch(self, module: torch.nn.Module) -> str | None:
@@ -204,16 +131,20 @@ def local_parameters(module: torch.nn.Linear) -> tuple[Any, Any]:
     return weight, bias
 
 
+def column_product(x: torch.Tensor, style: LinearStyle, weight: Any, bias: Any, config: Any) -> Any:
+    """Return the outputs for a local weight and bias, or for lists of them."""
+    dim = style.dim
+    if dim is None or dim >= x.dim() - 1:
+        return column_linear(local_input(x, style, Replicate()), weight, bias, group=style.group, config=config)
+    return ag_gemm(local_input(x, style, Shard(dim)), weight, bias, dim=dim, group=style.group, config=config)
+
+
 def column_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of a torch.nn.Linear under ColwiseParallel."""
-    style, dim = module.tdkernels_style, module.tdkernels_style.dim
-    options = {"group": style.group, "config": style.config}
-    if dim is None or dim >= x.dim() - 1:
-        y: Any = column_linear(local_input(x, style, Replicate()), *local_parameters(module), **options)
-    else:
-        y = style.gather.take(style.slot, x) if style.gather is not None else None
-        if y is None:
-            y = ag_gemm(local_input(x, style, Shard(dim)), *local_parameters(module), dim=dim, **options)
+    style = module.tdkernels_style
+    y = style.gather.take(style.slot, x) if style.gather is not None else None
+    if y is None:
+        y = column_product(x, style, *local_parameters(module), style.config)
     return y if style.use_local_output else DTensor.from_local(y, style.mesh, (Shard(-1),), run_check=False)
 
 

@@ -53,6 +53,34 @@ def test_no_communication_without_a_gradient_of_x():
     on_ranks(2, communicates_only_for_dx)
 
 
+def takes_a_list():
+    """One all-reduce adds the gradients of x of all weights. The sums of small integers are exact."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float().to(device())  # noqa: E731
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x, whole = draw(2, 6, 8), [draw(ranks * n, 8) for n in (4, 7, 5)]
+    weights = [one.chunk(ranks)[rank].clone().requires_grad_() for one in whole]
+    weights[1].requires_grad_(False)
+    biases = [None, draw(7), draw(5).requires_grad_()]
+    dys = [draw(2, 6, ranks * one.shape[0]).chunk(ranks, -1)[rank] for one in weights]
+    x_own, x_ref = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ys, expected = tdkernels.column_linear(x_own, weights, biases), tdkernels.column_linear_ref(x_ref, weights, biases)
+    assert all(torch.equal(y, want) for y, want in zip(ys, expected, strict=True))
+    operands = [weights[0], weights[2], biases[2]]
+    wanted = torch.autograd.grad(expected, [x_ref, *operands], dys)
+    for got, want in zip(torch.autograd.grad(ys, [x_own, *operands], dys), wanted, strict=True):
+        assert torch.equal(got, want)
+    # Outputs that are not used have no gradient.
+    wanted = torch.autograd.grad(tdkernels.column_linear_ref(x_ref, weights, biases)[1].sum(), x_ref)
+    assert torch.equal(torch.autograd.grad(tdkernels.column_linear(x_own, weights, biases)[1].sum(), x_own)[0], *wanted)
+    with torch.no_grad():
+        assert isinstance(tdkernels.column_linear(x, weights), list)
+
+
+def test_a_list_of_weights():
+    on_ranks(3, takes_a_list)
+
+
 def follows_autocast():
     case = Case("column_linear", FP32, 16, 8, 16)
     with torch.autocast(device().type, torch.bfloat16):
@@ -84,6 +112,8 @@ def rejects_invalid_arguments():
         ((x, weight[:, :7]), {}, ValueError, r"column_linear: .*\[4, 8\].*\[6, 7\]"),
         ((x.double(), weight.double()), {}, TypeError, "column_linear: x is torch.float64"),
         ((x, weight, torch.zeros(5, device=device())), {}, ValueError, r"column_linear: bias .*\[5\]"),
+        ((x, []), {}, ValueError, "column_linear: the list of weights is empty"),
+        ((x, [weight], weight[0]), {}, TypeError, "column_linear: weight is a list, so bias must be a list or None"),
         ((x, weight), {"config": tdkernels.GemmRsConfig()}, TypeError, "GemmArConfig or None, not GemmRsConfig"),
     ):
         with pytest.raises(error, match=message):

@@ -76,14 +76,14 @@ def draw(*shape, seed):
     return torch.randint(-2, 3, shape, generator=generator).float().to(device())
 
 
-def accumulates_for_a_list():
-    rank = torch.distributed.get_rank()
+def accumulates_for_a_list(operator, **options):
+    rank = torch.distributed.get_rank() if operator == "ag_gemm" else 0
     x, weights = draw(2, 3, 8, seed=rank).requires_grad_(), [draw(n, 8, seed=n).requires_grad_() for n in (4, 7, 5)]
     main_grads = [torch.ones_like(weight).detach() for weight in weights]
     results = []
     for given in (None, main_grads):
         x.grad = None
-        ys = tdkernels.ag_gemm(x, weights, dim=1, main_grad=given)
+        ys = getattr(tdkernels, operator)(x, weights, main_grad=given, **options)
         sum((y * draw(*y.shape, seed=i)).sum() for i, y in enumerate(ys)).backward()
         results.append(x.grad)
     assert torch.equal(*results)
@@ -129,7 +129,9 @@ def compiles():
 
 
 def test_lists_frameworks_and_compilation():
-    for check in (accumulates_for_a_list, follows_megatron, layers_use_the_attribute, compiles):
+    on_ranks(2, accumulates_for_a_list, "ag_gemm", dim=1)
+    on_ranks(2, accumulates_for_a_list, "column_linear")
+    for check in (follows_megatron, layers_use_the_attribute, compiles):
         on_ranks(2, check)
 
 

@@ -35,7 +35,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment
-from tdkernels.ops.dense.weight_gradient import check_main_grad, returned_gradient
+from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -164,78 +164,20 @@ class _AgGemmMulti(torch.autograd.Function):
         need_dweights, need_dbiases = needed[:number], needed[number:]
         dys, dgathered = gradients[:number], gradients[number] if len(gradients) > number else None
         dx, dweights, dbiases = None, [None] * number, [None] * number
-        if any(dy is not None for dy in dys):
-            rows = next(dy.shape[0] for dy in dys if dy is not None)
-            dys = [x.new_zeros(rows, w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights, strict=True)]
+        dys = without_none(dys, x, weights)
+        if dys:
             if need_dx or any(need_dweights):
-                dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), _joined(weights, 0)
+                dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), joined(weights, 0)
                 dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
                     dy, x, weight, ctx.main_grads, need_dx, any(need_dweights), ctx.group, ctx.config
                 )
-                if ctx.main_grads:
-                    dweights = [returned_gradient(None, weight, accumulated=True) for weight in weights]
-                elif any(need_dweights):
-                    dweights = dweight.split([weight.shape[0] for weight in weights])
-            dbiases = [
-                dy.sum(0, dtype=torch.float32).to(dy.dtype) if need else None
-                for dy, need in zip(dys, need_dbiases, strict=True)
-            ]
+                dweights = divided(dweight, weights, need_dweights, ctx.main_grads)
+            dbiases = bias_gradients(dys, need_dbiases)
         if need_dx and dgathered is not None:
             rows = _rows_joined([dgathered], ctx.segment_rows, x.shape[0])
             own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
             dx = own if dx is None else dx + own
-        dweights = [dweight if need else None for dweight, need in zip(dweights, need_dweights, strict=True)]
         return dx if need_dx else None, None, None, None, None, None, None, *dweights, *dbiases
-
-
-def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
-    """Return the arguments weight and bias of ``ag_gemm`` as lists of equal length.
-
-    Raises:
-        TypeError: If only one of them is a list.
-        ValueError: If the list of weights is empty or the lists differ in length.
-    """
-    if not isinstance(weight, (list, tuple)):
-        if isinstance(bias, (list, tuple)):
-            raise TypeError("ag_gemm: bias is a list, so weight must be a list of the same length")
-        return [weight], [bias]
-    if not weight:
-        raise ValueError("ag_gemm: the list of weights is empty")
-    if bias is None:
-        return list(weight), [None] * len(weight)
-    if not isinstance(bias, (list, tuple)):
-        raise TypeError(f"ag_gemm: weight is a list, so bias must be a list or None, not {type(bias).__name__}")
-    if len(bias) != len(weight):
-        raise ValueError(f"ag_gemm: there are {len(weight)} weights but {len(bias)} biases")
-    return list(weight), list(bias)
-
-
-def main_grads_of(weight: Any, main_grad: Any, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the argument main_grad of ``ag_gemm`` as a list, empty for None; ``weights`` is weight as a list.
-
-    Raises:
-        TypeError, ValueError: If it does not fit the weights.
-    """
-    if main_grad is None:
-        return []
-    several = isinstance(weight, (list, tuple))
-    if several != isinstance(main_grad, (list, tuple)):
-        raise TypeError("ag_gemm: main_grad must be a list if weight is a list, and only then")
-    main_grads = list(main_grad) if several else [main_grad]
-    if len(main_grads) != len(weights):
-        raise ValueError(f"ag_gemm: there are {len(weights)} weights but {len(main_grads)} tensors in main_grad")
-    if any(one is None for one in main_grads):
-        raise TypeError("ag_gemm: main_grad must be None or contain a tensor for each weight")
-    for one, its_main_grad in zip(weights, main_grads, strict=True):
-        check_main_grad("ag_gemm", one, its_main_grad)
-    need = [one.requires_grad for one in weights]
-    if any(need) and not all(need):
-        raise ValueError(f"ag_gemm: main_grad is given, but weight {need.index(False)} needs no gradient")
-    return main_grads
-
-
-def _joined(tensors, dim):
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _rows_joined(gradients, segment_rows, shard_rows):
@@ -243,8 +185,8 @@ def _rows_joined(gradients, segment_rows, shard_rows):
     if segment_rows != shard_rows:
         batch = shard_rows // segment_rows
         gradients = [dy.unflatten(0, (batch, -1, segment_rows)).transpose(0, 1) for dy in gradients]
-        return _joined(gradients, -1).flatten(0, 2)
-    return _joined(gradients, -1)
+        return joined(gradients, -1).flatten(0, 2)
+    return joined(gradients, -1)
 
 
 def ag_gemm_multi(

@@ -51,6 +51,7 @@ from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.layout import by_segment, check_dim, gathered, segment_rows_of
+from tdkernels.ops.dense.operand_lists import LISTS, as_lists, main_grads_of
 from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, returned_gradient
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients
@@ -59,9 +60,6 @@ from tdkernels.symm import GroupLike, resolve_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_LISTS = (list, tuple)
-
 
 @torch.no_grad()
 def ag_gemm_ref(
@@ -73,8 +71,8 @@ def ag_gemm_ref(
     rows = all_gather_rows(x.reshape(-1, x.shape[-1]), group)
     full = by_segment(rows, segment_rows_of(x, dim, 1), group.size())
     full = full.view(*gathered(x.shape, dim, group.size()), x.shape[-1])
-    products = [F.linear(full, *one) for one in zip(*multi.as_lists(weight, bias), strict=True)]
-    y = products if isinstance(weight, _LISTS) else products[0]
+    products = [F.linear(full, *one) for one in zip(*as_lists("ag_gemm", weight, bias), strict=True)]
+    y = products if isinstance(weight, LISTS) else products[0]
     return (y, full) if return_gathered else y
 
 
@@ -215,7 +213,7 @@ def ag_gemm(
         (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
-    if return_gathered or dim != 0 or isinstance(weight, _LISTS) or isinstance(bias, _LISTS):
+    if return_gathered or dim != 0 or isinstance(weight, LISTS) or isinstance(bias, LISTS):
         return _general(x, weight, bias, dim, return_gathered, main_grad, group, config)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
@@ -235,8 +233,8 @@ def ag_gemm(
 
 def _general(x, weight, bias, dim, return_gathered, main_grad, group, config):
     """Execute ``ag_gemm`` with all its options."""
-    several = isinstance(weight, _LISTS)
-    weights, biases = multi.as_lists(weight, bias)
+    several = isinstance(weight, LISTS)
+    weights, biases = as_lists("ag_gemm", weight, bias)
     given = x, *weights, *biases
     settings = config, dim, return_gathered, len(weights), get_mode()
     known, key = lookup_run("ag_gemm, general", group, given, settings)
@@ -246,7 +244,7 @@ def _general(x, weight, bias, dim, return_gathered, main_grad, group, config):
     weights, biases = others[: len(weights)], others[len(weights) :]
     for one, its_bias in zip(weights, biases, strict=True):
         validation.check_operands("ag_gemm", x, one, its_bias)
-    main_grads = multi.main_grads_of(weight, main_grad, weights)
+    main_grads = main_grads_of("ag_gemm", weight, main_grad, weights)
     check_dim("ag_gemm", "x", x, dim)
     check_config("ag_gemm", config, AgGemmConfig, x)
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -7,9 +7,14 @@ of these is overlapped with the GEMMs (``backward``):
 
     dx = all_reduce(dy @ weight)        dweight = dy.T @ x        dbias = dy.sum(0)
 
+With a list of weights, dx is the sum over them, with one all-reduce.
+
 Example:
     y = tdkernels.column_linear(x, weight)      # instead of y = F.linear(copy_to_tensor_parallel_region(x), weight)
 """
+
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +24,15 @@ from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_reduce
 from tdkernels.ops.dense.column_linear import backward as _backward  # noqa: F401  registers the backward
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
-from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, returned_gradient
+from tdkernels.ops.dense.operand_lists import (
+    LISTS,
+    as_lists,
+    bias_gradients,
+    divided,
+    joined,
+    main_grads_of,
+    without_none,
+)
 from tdkernels.runtime import autograd
 from tdkernels.symm import GroupLike, resolve_group
 
@@ -37,41 +50,60 @@ class _SumOfGradients(torch.autograd.Function):
         return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
-def column_linear_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
-) -> torch.Tensor:
+def column_linear_ref(x: torch.Tensor, weight: Any, bias: Any = None, *, group: GroupLike = None) -> Any:
     """Compute ``column_linear`` in plain torch, with its gradients. Arguments as for ``column_linear``."""
-    return F.linear(_SumOfGradients.apply(x, resolve_group(group)), weight, bias)
+    x = _SumOfGradients.apply(x, resolve_group(group))
+    ys = [F.linear(x, *one) for one in zip(*as_lists("column_linear", weight, bias), strict=True)]
+    return ys if isinstance(weight, LISTS) else ys[0]
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, config, main_grads):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, group, config, main_grads, number, *weights_and_biases):
+        weights, biases = weights_and_biases[:number], weights_and_biases[number:]
+        ctx.save_for_backward(x, *weights)
         ctx.group, ctx.config, ctx.main_grads = group, config, main_grads
-        return F.linear(x, weight, bias)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, *one) for one in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *dys):
         autograd.reject_second_derivatives("column_linear")
-        x, weight = ctx.saved_tensors
-        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        dx = dweight = dbias = None
-        if need_dx or need_dweight:
-            dx, dweight = torch.ops.tdkernels.column_linear_backward(
-                dy, x, weight, ctx.main_grads, need_dx, need_dweight, ctx.group, ctx.config
-            )
-        if need_dweight:
-            dweight = returned_gradient(dweight, weight, len(ctx.main_grads) > 0)
-        if need_dbias:
-            dbias = dy.sum(0, dtype=torch.float32).to(dy.dtype)
-        return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None, None
+        x, *weights = ctx.saved_tensors
+        number = len(weights)
+        need_dx, _, _, _, _, *needed = ctx.needs_input_grad
+        need_dweights, need_dbiases = needed[:number], needed[number:]
+        dx, dweights, dbiases = None, [None] * number, [None] * number
+        dys = without_none(dys, x, weights)
+        if dys:
+            if need_dx or any(need_dweights):
+                dy, weight = joined(dys, 1), joined(weights, 0)
+                dx, dweight = torch.ops.tdkernels.column_linear_backward(
+                    dy, x, weight, ctx.main_grads, need_dx, any(need_dweights), ctx.group, ctx.config
+                )
+                dweights = divided(dweight, weights, need_dweights, ctx.main_grads)
+            dbiases = bias_gradients(dys, need_dbiases)
+        return dx if need_dx else None, None, None, None, None, *dweights, *dbiases
 
 
+@overload
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, main_grad: torch.Tensor | None = None,
     group: GroupLike = None, config: GemmArConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def column_linear(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor | None] | None = None, *,
+    main_grad: Sequence[torch.Tensor] | None = None, group: GroupLike = None, config: GemmArConfig | None = None,
+) -> list[torch.Tensor]: ...
+
+
+def column_linear(
+    x: torch.Tensor, weight: Any, bias: Any = None, *, main_grad: Any = None, group: GroupLike = None,
+    config: GemmArConfig | None = None,
+) -> Any:
     """Multiply a replicated x by ``weight.T``. In the backward, all-reduce the gradient of x while it is computed.
 
     It is the column-parallel layer of tensor parallelism without sequence parallelism, and ``gemm_ar`` is the
@@ -80,17 +112,20 @@ def column_linear(
     Args:
         x: [M, K] in bf16, fp16 or fp32, equal on all ranks. Further leading dimensions are flattened and restored:
             [B, S, K] gives [B, S, N / W].
-        weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x.
-        bias: [N / W] in the dtype of x, or None.
+        weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x. Or a list of
+            weights [N_i / W, K], such as those of q, k and v: the backward has one all-reduce for all of them.
+        bias: [N / W] in the dtype of x, or None. For a list of weights, a list of the same length, or None.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
-            dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
+            dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM. For
+            a list of weights, a list of the same length; all of the weights must then need a gradient.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmArConfig, the same on all ranks: a ``gemm_ar`` of dy [M, N / W] and the transposed weight computes
             dx. None uses the best known config of that (see tdkernels.autotune), or overlaps the all-reduce with both
             GEMMs of the backward, if they are large.
 
     Returns:
-        y [M, N / W] in the dtype of x, as computed by ``torch.nn.functional.linear``.
+        y [M, N / W] in the dtype of x, as computed by ``torch.nn.functional.linear``; for a list of weights, a list of
+        outputs.
 
     Gradient:
         dx = all_reduce(dy @ weight), equal on all ranks; dweight = dy.T @ x; dbias = dy.sum(0). If x needs no gradient,
@@ -113,12 +148,18 @@ def column_linear(
         Megatron-LM (https://arxiv.org/abs/1909.08053), where the operator f is followed by the linear layer.
     """
     group = resolve_group(group)
-    x, weight, bias = autograd.apply_autocast(x, weight, bias)
-    validation.check_operands("column_linear", x, weight, bias)
-    check_main_grad("column_linear", weight, main_grad)
+    weights, biases = as_lists("column_linear", weight, bias)
+    x, *others = autograd.apply_autocast(x, *weights, *biases)
+    weights, biases = others[: len(weights)], others[len(weights) :]
+    for one, its_bias in zip(weights, biases, strict=True):
+        validation.check_operands("column_linear", x, one, its_bias)
+    main_grads = main_grads_of("column_linear", weight, main_grad, weights)
     check_config("column_linear", config, GemmArConfig, x)
-    if not autograd.may_be_differentiated((x, weight, bias)):
-        return F.linear(x, weight, bias)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    y = _ColumnLinear.apply(rows, weight, bias, group.group_name, as_argument(config), as_list(main_grad))
-    return y.view(*x.shape[:-1], weight.shape[0])
+    if autograd.may_be_differentiated((x, *weights, *biases)):
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        settings = group.group_name, as_argument(config), main_grads, len(weights)
+        results = _ColumnLinear.apply(rows, *settings, *weights, *biases)
+        ys = [y.view(*x.shape[:-1], y.shape[1]) for y in results]
+    else:
+        ys = [F.linear(x, *one) for one in zip(weights, biases, strict=True)]
+    return ys if isinstance(weight, LISTS) else ys[0]
