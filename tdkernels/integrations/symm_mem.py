@@ -15,6 +15,9 @@ differ in dtype, Bs is empty, or K or N is 0. On a CPU it runs functional collec
 returns the number of these calls by reason, and ``explain()`` shows the configs of the others. All ranks must pass the
 same shapes and dtypes; in torch B may differ.
 
+In the tuning mode "on" (``tdkernels.autotune.set_mode``) the first call with new shapes on a GPU times torch's kernel,
+too, and later calls run the faster one.
+
 The scaled pair, fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter, is not overridden: tdkernels has
 no fp8 GEMM yet.
 
@@ -39,6 +42,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from tdkernels.autotune.explain import explain as explain_call
 from tdkernels.autotune.tunable import tunable
+from tdkernels.integrations.symm_mem_tuning import forget, torch_is_faster
 from tdkernels.ops.common.gemm_operands import lies_as_kn
 from tdkernels.ops.common.validation import DTYPES, shape_of
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
@@ -59,6 +63,7 @@ class _Served(NamedTuple):
     k: int
     n: tuple[int, ...]
     column_major: bool  # the memory layout of B, so weight = B.T is row-major
+    returns_A: bool
     dtype: torch.dtype
     group_name: str
 
@@ -117,11 +122,21 @@ def _unsupported_reason(A, Bs, dim_name, dim):
     return None
 
 
-def _count_own(operator, rows, weights, group_name):
-    """Count a call that runs on tdkernels."""
+_FASTER = "torch's kernel is faster"
+
+
+def _runs_torch(operator, rows, weights, returns_A, group_name, own, by_torch):
+    """Count a call that tdkernels supports. Return whether torch's kernel runs, because it was faster in a comparison.
+
+    ``own`` and ``by_torch`` make the call.
+    """
     n = tuple(weight.shape[0] for weight in weights)
-    served = _Served(operator, *rows.shape, n, not lies_as_kn(weights[0]), rows.dtype, group_name)
+    served = _Served(operator, *rows.shape, n, not lies_as_kn(weights[0]), returns_A, rows.dtype, group_name)
+    if torch_is_faster(served, rows.device, group_by_name(group_name), own, by_torch):
+        _torch_calls[operator][_FASTER] += 1
+        return True
     _own_calls[served] += 1
+    return False
 
 
 # ---- kernels of the dispatcher ----
@@ -169,17 +184,20 @@ def _all_gather_matmul(
         return _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
     moved = A.movedim(gather_dim, 0)
     rows, weights = moved.flatten(0, -2), [B.t() for B in Bs]
-    _count_own(_GATHER, rows, weights, group_name)
 
     def unflatten(result):
         lead = [group.size() * moved.shape[0], *moved.shape[1:-1]]
         return result.view(*lead, result.shape[1]).movedim(0, gather_dim)
 
-    if return_A:
-        ys, gathered = ag_gemm(rows, weights, return_gathered=True, group=group)
-        return unflatten(gathered), [unflatten(y) for y in ys]
-    ys = [ag_gemm(rows, weights[0], group=group)] if len(weights) == 1 else ag_gemm(rows, weights, group=group)
-    return None, [unflatten(y) for y in ys]
+    def own():
+        if return_A:
+            ys, gathered = ag_gemm(rows, weights, return_gathered=True, group=group)
+            return unflatten(gathered), [unflatten(y) for y in ys]
+        ys = [ag_gemm(rows, weights[0], group=group)] if len(weights) == 1 else ag_gemm(rows, weights, group=group)
+        return None, [unflatten(y) for y in ys]
+
+    by_torch = lambda: _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)  # noqa: E731
+    return by_torch() if _runs_torch(_GATHER, rows, weights, return_A, group_name, own, by_torch) else own()
 
 
 @_below_autograd
@@ -195,12 +213,16 @@ def _matmul_reduce_scatter(
         return _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)
     moved = A.movedim(scatter_dim, 0)
     rows, weight = moved.flatten(0, -2), B.t()
-    _count_own(_SCATTER, rows, [weight], group_name)
-    z = gemm_rs(rows, weight, group=group_by_name(group_name))
-    if reduce_op == "avg":
-        z.div_(world_size)
-    z = z.view(moved.shape[0] // world_size, *moved.shape[1:-1], B.shape[1])
-    return z.movedim(0, scatter_dim).contiguous()
+
+    def own():
+        z = gemm_rs(rows, weight, group=group_by_name(group_name))
+        if reduce_op == "avg":
+            z.div_(world_size)
+        z = z.view(moved.shape[0] // world_size, *moved.shape[1:-1], B.shape[1])
+        return z.movedim(0, scatter_dim).contiguous()
+
+    by_torch = lambda: _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)  # noqa: E731
+    return by_torch() if _runs_torch(_SCATTER, rows, [weight], False, group_name, own, by_torch) else own()
 
 
 _KERNELS = {_GATHER: _all_gather_matmul, _SCATTER: _matmul_reduce_scatter}
@@ -253,6 +275,7 @@ def install() -> None:
     if _library is not None:
         return
     _warn_about_other_overrides()
+    forget()
     _own_calls.clear()
     for calls in _torch_calls.values():
         calls.clear()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from tdkernels.integrations import symm_mem
+from tdkernels.integrations import symm_mem, symm_mem_tuning
 from tests.integrations.torchtitan_layers import draw, torchtitan_layers_are_exact
 from tests.support.ranks import ASKED, device, on_ranks
 
@@ -213,6 +213,46 @@ def explains_calls():
 @runs_torch
 def test_explanation():
     on_ranks(2, explains_calls)
+
+
+def runs_the_faster_kernel():
+    """With times that favour torch's kernel on one rank, all ranks run it. Times are taken once for each shape."""
+    A, B, name = draw(4, 8, seed=0), draw(8, 6, seed=1), group_name()
+    timed = []
+
+    def burst(call, inputs, calls, rank_device, group):
+        call(inputs[0])
+        timed.append(calls)
+        candidate = (len(timed) + 1) % 2  # tdkernels and torch by turns
+        slow = candidate == 0 and dist.get_rank() == 0
+        return (3.0 if slow else 2.0 if candidate else 1.0), 0.0
+
+    def choose(key, _device, *rest):  # as on a GPU
+        return symm_mem_tuning.torch_is_faster(key, torch.device("cuda", 0), *rest)
+
+    gather, scatter = torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(symm_mem.installed())
+        patches.enter_context(mock.patch.object(symm_mem_tuning, "burst", burst))
+        patches.enter_context(mock.patch.object(symm_mem, "torch_is_faster", choose))
+        patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        gather(A, [B], 0, name)
+        assert not timed, "timed without the mode on"
+        patches.enter_context(mock.patch.object(symm_mem_tuning, "get_mode", lambda: "on"))
+        for _ in range(2):
+            _, (y,) = gather(A, [B], 0, name)
+            assert torch.equal(y, torch.cat([A] * dist.get_world_size()) @ B)
+        assert len(timed) == 6
+        scatter(A, B, "sum", 0, name)
+        assert symm_mem.counts() == {
+            GATHER: {"tdkernels": 1, "torch": {"torch's kernel is faster": 2}},
+            SCATTER: {"tdkernels": 0, "torch": {"torch's kernel is faster": 1}},
+        }
+
+
+@runs_torch
+def test_tuning():
+    on_ranks(2, runs_the_faster_kernel)
 
 
 def rejects_invalid_arguments():
