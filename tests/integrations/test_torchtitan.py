@@ -165,3 +165,66 @@ def overrides_match_the_whole_model():
 
 def test_overrides():
     on_ranks(2, overrides_match_the_whole_model)
+
+
+# ---- experts ----
+
+EXPERTS, TOP_K = 6, 2
+
+
+def dispatches_to_experts(dtype):
+    """The scored sum of elementwise experts, with gradients of x and of the scores. torchtitan's dispatcher agrees."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    local, tokens = EXPERTS // ranks, 5
+    x, scales = draw(tokens, H, seed=10 + rank, dtype=dtype), draw(EXPERTS, H, seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(20 + rank)
+    scores = torch.rand(tokens, TOP_K, generator=generator).to(device())
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)]).to(device())
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+
+    class Root:
+        pass
+
+    root = Root()
+    root.dispatcher = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+    stock = root.dispatcher.build()
+    imports = ["tdkernels.integrations.torchtitan.overrides.dispatcher"]
+    assert len(apply_overrides(OverrideConfig(imports=imports), _Tree(root))) == 1
+    ours = root.dispatcher.build()
+    mesh = init_device_mesh(device().type, (ranks,), mesh_dim_names=("ep",))
+
+    def run_experts(dispatcher):
+        operands = x.clone().requires_grad_(), scores.clone().requires_grad_()
+        rows, splits, metadata = dispatcher.dispatch(operands[0], operands[1], ids, counts)
+        own = scales[rank * local : (rank + 1) * local]
+        assert splits.shape == (local,) and splits.sum() == rows.shape[0]
+        y = dispatcher.combine(rows * own.repeat_interleave(splits, 0), metadata, operands[0])
+        y.backward(torch.ones_like(y))
+        return y.detach(), operands[0].grad, operands[1].grad, splits
+
+    wanted = [t.clone().requires_grad_() for t in (x, scores)]
+    y = ((wanted[0][:, None] * scales[ids]) * wanted[1][..., None].to(dtype)).sum(1)
+    y.backward(torch.ones_like(y))
+    set_spmd_backend("default")  # torchtitan's dispatcher then uses the mesh that it was given
+    try:
+        for dispatcher in (ours, stock):
+            dispatcher.wire_meshes(ep_mesh=mesh)
+        results, expected = run_experts(ours), (y.detach(), wanted[0].grad, wanted[1].grad)
+        tolerance = dict(rtol=0.03, atol=0.03) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+        for got, want in zip(results, expected):
+            torch.testing.assert_close(got, want, **tolerance)
+        with torch.no_grad():
+            rows, splits, _ = stock.dispatch(x, scores, ids, counts)
+            got, own_splits, _ = ours.dispatch(x, scores, ids, counts)
+        assert torch.equal(got, rows) and torch.equal(own_splits, splits)
+    finally:
+        set_spmd_backend("spmd_types")
+
+
+@pytest.mark.parametrize("world_size, dtype", [(2, torch.float32), (3, torch.bfloat16)])
+def test_dispatcher(world_size, dtype):
+    on_ranks(world_size, dispatches_to_experts, dtype)

@@ -69,6 +69,15 @@ class LinearReduceScatter:
         return typed(lambda: gemm_rs(x, weight, bias, group=group), [(x, 1), (weight, 1)], x, 0, group)
 
 
+def is_type_checking() -> bool:
+    """Return whether spmd_types checks types."""
+    if torch.compiler.is_compiling():
+        return False
+    import spmd_types
+
+    return spmd_types.is_type_checking()
+
+
 def typed(
     call: Callable[[], Any], divided: list[tuple[torch.Tensor, int]], x: torch.Tensor, out_dim: int, group: Any
 ) -> Any:
@@ -81,12 +90,10 @@ def typed(
         out_dim: The dimension of the outputs that the ranks divide.
         group: The group.
     """
-    if torch.compiler.is_compiling():
+    if not is_type_checking():
         return call()
     import spmd_types as spmd
 
-    if not spmd.is_type_checking():
-        return call()
     for operand, dim in divided:
         spmd.assert_type(operand, {group: spmd.S(dim)})
     with spmd.no_typecheck():

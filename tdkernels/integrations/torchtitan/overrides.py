@@ -4,26 +4,31 @@
     fused_qkv       AllGatherFusedQKVLinear of attention          ag_gemm of [B, S / W, H]
     row_parallel    RowParallelLinear of attention                gemm_rs to [B, S / W, H]
     feed_forward    AllGatherFusedFeedForward                     one ag_gemm for w1 and w3, gemm_rs for w2
+    dispatcher      AllToAllTokenDispatcher of experts            ep_dispatch and ep_combine
 
-They replace the modules that ``tp_gemm_backend="dist_gemm"`` selects, so that torchtitan's sharding of activations is
-right for them. Parameters and checkpoints are the same. Without tensor parallelism the modules run torchtitan's
-forward.
+The first three replace the modules that ``tp_gemm_backend="dist_gemm"`` selects, so that torchtitan's sharding of
+activations is right for them. Parameters and checkpoints are the same. Without tensor parallelism the modules run
+torchtitan's forward, and so does the dispatcher without expert parallelism.
 
 Example:
     --override.imports tdkernels.integrations.torchtitan.overrides.fused_qkv,\
-tdkernels.integrations.torchtitan.overrides.row_parallel,tdkernels.integrations.torchtitan.overrides.feed_forward
+tdkernels.integrations.torchtitan.overrides.row_parallel,tdkernels.integrations.torchtitan.overrides.feed_forward,\
+tdkernels.integrations.torchtitan.overrides.dispatcher
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torchtitan.config.override import derive, override
 from torchtitan.models.common import dist_gemm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from tdkernels.integrations.torchtitan import typed
+from tdkernels.integrations.torchtitan import is_type_checking, typed
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
 from tdkernels.ops.dense.gemm_rs.op import gemm_rs
+from tdkernels.ops.experts.dispatch.op import EpHandle, ep_combine, ep_dispatch
 
 
 def _group_or_warning():
@@ -91,6 +96,52 @@ class FeedForward(dist_gemm.AllGatherFusedFeedForward):
         divided = [(x, 1), (weights[0], 0), (weights[1], 0)]
         gate, up = typed(lambda: tuple(ag_gemm(x, weights, dim=1, group=group)), divided, x, 2, group)
         return _scattered(F.silu(gate) * up, self.w2.weight, self.w2.bias, group)
+
+
+@dataclass(frozen=True)
+class EpMetadata:
+    """What ``combine`` needs of a dispatch: the handle of ``ep_dispatch`` and the scores [T, K] of the router."""
+
+    handle: EpHandle
+    scores: torch.Tensor
+
+
+class TokenDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's dispatcher of tokens to experts of other ranks, with ``ep_dispatch`` and ``ep_combine``.
+
+    A token is sent once to each rank that has experts for it. The scores are applied in the combine, in fp32, and the
+    outputs of the experts of a token are summed in fp32. torchtitan's dispatcher runs in graphs of torch.compile and
+    while spmd_types checks types.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        """The fields of torchtitan's config."""
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> Any:
+        """Return (rows of this rank's experts in their order, rows of each expert, metadata for ``combine``)."""
+        if self.ep_mesh is None or torch.compiler.is_compiling() or is_type_checking():
+            return super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
+        group = self.ep_mesh.get_group()
+        recv, handle = ep_dispatch(x_TD, topk_expert_ids_TK, num_experts=self.num_experts, group=group)
+        counts = recv.splits.to(num_local_tokens_per_expert_E.dtype)
+        return recv.x, counts, EpMetadata(handle, topk_scores_TK)
+
+    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the scored sums [T, D] of the outputs of the experts."""
+        if not isinstance(metadata, EpMetadata):
+            return super().combine(routed_output_RD, metadata, x_TD)
+        group = self.ep_mesh.get_group()
+        return ep_combine(routed_output_RD, metadata.handle, metadata.scores, group=group).to(x_TD.dtype)
+
+
+@override(target=AllToAllTokenDispatcher.Config, exact=True, description="ep_dispatch and ep_combine of tdkernels")
+def dispatcher(config: AllToAllTokenDispatcher.Config) -> TokenDispatcher.Config:
+    """Replace the dispatcher of tokens to experts."""
+    return derive(config, TokenDispatcher.Config)
 
 
 @override(target=dist_gemm.AllGatherFusedQKVLinear.Config, exact=True, description="ag_gemm of tdkernels")
