@@ -61,13 +61,16 @@ def embed(model, tokens):
 def on_rank(folder, sentences):
     """Run on every rank: return the embeddings of one rank, those of all ranks, and the operators of the layers."""
     from transformers import AutoModel, AutoTokenizer  # a slow import
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it warns that the checkpoint has weights of a pooling layer, which is not used
     device = rank_device()
     if device.type == "cpu":
         tdkernels.autotune.set_mode("off")  # plain torch is always faster there, and this is to show the kernels
     progress("loading the model ...")
     tokens = AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt").to(device)
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, add_pooling_layer=False).to(device).eval()
     progress("embedding on one rank, with plain torch ...")
     expected = embed(model, tokens)
 

@@ -1,5 +1,6 @@
 """A few cases of the fault campaign (tests/chaos), and tests that it detects each kind of bad outcome."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -13,6 +14,7 @@ from tests.chaos import campaign
 from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
 from tests.chaos.play import BAD, Player, _names_its_call, play
 from tests.chaos.problems import TABLE
+from tests.support import forked_ranks
 from tests.support.ranks import DEVICE
 from tests.support.subset import THOROUGH
 
@@ -23,7 +25,8 @@ EACH = 2 if THOROUGH else 1  # cases per fault
 @pytest.fixture(scope="module")
 def ranks():
     """{W: ranks that run cases}"""
-    with campaign.use_forkserver():
+    # The suite forks its CPU ranks anyway, except on a machine with GPUs.
+    with contextlib.nullcontext() if forked_ranks.is_installed() else campaign.use_forkserver():
         pools = {world_size: campaign.Ranks(world_size, "cpu") for world_size in (2, 3)}
         yield pools
         for pool in pools.values():

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import queue
 import threading
 import time
@@ -18,6 +16,7 @@ from tdkernels.launch import RankError, RankPool
 from tests.chaos.plan import plan_of
 from tests.chaos.play import BAD, play, warm_all_shapes
 from tests.chaos.problems import TABLE
+from tests.support import forked_ranks
 from tests.support.ranks import ASKED, _call, device
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
@@ -29,15 +28,13 @@ WARM_UP_S = 400.0
 
 @contextlib.contextmanager
 def use_forkserver():
-    """Fork the ranks of pools from a server process that has imported everything.
+    """Fork the ranks of pools from a server process that has imported everything, unless a server runs already.
 
     A rank then starts in 0.1 s instead of 5 s, and a campaign kills many ranks.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos.play"])
-    with mock.patch.object(launch.multiprocessing, "get_context", lambda method=None: context):
+    with mock.patch.object(launch, "new_process", launch.new_process):  # restored at the end
+        forked_ranks.install(["tests.chaos.play"])
         yield
-    multiprocessing.forkserver._forkserver._stop()  # otherwise it would live as long as this process
 
 
 def use_fastest_start(device_name):

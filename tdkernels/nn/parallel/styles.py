@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from tdkernels.nn.parallel.shared_gather import SharedGather
-
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -52,7 +50,7 @@ class LinearStyle:
         dim: Dimension that the operator gathers or scatters; None if it does neither.
         use_local_output: Whether the output is a local tensor.
         config: Config of the operator.
-        gather: The gather that the module shares with others, or None.
+        gather: The SharedGather of the module and others, or None.
         slot: Index of the module in ``gather.members``.
     """
 
@@ -64,7 +62,7 @@ class LinearStyle:
     dim: int | None
     use_local_output: bool
     config: Any
-    gather: "SharedGather | None" = None
+    gather: Any = None
     slot: int = 0
 
     def why_torch(self, module: torch.nn.Module) -> str | None:
