@@ -1,0 +1,364 @@
+"""The pass of tdkernels.integrations.inductor: results equal those of the unfused program, and the report is complete.
+
+Most tests run the graphs of AOTAutograd after the pass without inductor's code generation, which takes most of the time
+of a compilation.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+
+from tdkernels.integrations import inductor
+from tests.integrations.compiled_programs import Compiled, own, same, world
+from tests.integrations.torchtitan_layers import draw
+from tests.support.ranks import device, on_ranks
+
+# torch 2.13 renames them.
+gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+all_reduce = funcol.all_reduce
+
+
+# ---- all-gather ----
+
+
+def one_product(dim):
+    return lambda x, w: F.linear(gather(x, dim, world()), w)
+
+
+def several_products(x, w, v, b):
+    full = gather(x, 1, world())
+    return F.linear(full, w), F.linear(full, v, b), full @ w.t()
+
+
+def late_weight(x, w):
+    """The weight is computed after the gathered tensor is used: it must be moved."""
+    full = gather(x, 0, world())
+    y = full.sum(1)
+    return full @ (w + y[0]).t(), full @ (2 * w + 1).t(), y
+
+
+def both_orders(x, w):
+    """The gathered tensor is needed in the order of ranks, and as [B, S, H]."""
+    group = world().group_name
+    full = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, 2, group))
+    return torch.cat(full.chunk(2), 1) @ w.t(), full.relu(), torch.cat(full.chunk(2), 1).neg()
+
+
+def gathers():
+    x, w, v, b = own(4, 6, 8), own(12, 8, seed=1), own(10, 8, seed=2), own(10, seed=3)
+    same(one_product(0), x[0], w, counts={"ag_gemm": 1})
+    same(one_product(0), x, w, counts={"ag_gemm": 1})
+    same(one_product(1), x.bfloat16(), w.bfloat16(), counts={"ag_gemm_multi": 1})
+    same(one_product(1), x[:1], w, counts={"ag_gemm": 1})
+    same(one_product(2), own(2, 3, 2, 8), w, counts={"ag_gemm_multi": 1})
+    compiled = same(several_products, x, w, v, b, counts={"ag_gemm_multi": 1})
+    assert str(compiled.passes.report) == "1 of 1 collectives fused in 1 graph: 1 ag_gemm"
+    node = next(node for node in compiled.graphs[0].nodes if "ag_gemm_multi" in str(node.target))
+    assert len(node.args[1]) == 3 and node.args[4] is False
+    assert compiled.count("mm") == compiled.count("addmm") == compiled.count("cat") == 0
+
+
+def gathers_for_other_users():
+    x, w = own(4, 6, 8), own(12, 8, seed=1)
+    compiled = same(late_weight, x[0], w, counts={"ag_gemm_multi": 1})
+    assert compiled.count("mm") == 1, "the weight that depends on the gathered tensor is multiplied by torch"
+    assert str(compiled.passes.report).endswith(
+        "\ngraph 0: all_gather_into_tensor [6, 8] float32: "
+        "ag_gemm, but not all products: both operands of mm depend on it"
+    )
+    same(both_orders, x, w, counts={"ag_gemm_multi": 1})
+    for dim in (0, 1):
+        compiled = same(one_product(dim), x.requires_grad_(), w.requires_grad_(), counts={
+            "ag_gemm_multi": 1, "gemm_rs": 1,
+        })
+        assert str(compiled.passes.report) == "2 of 2 collectives fused in 2 graphs: 1 ag_gemm, 1 gemm_rs"
+
+
+def test_all_gather():
+    on_ranks(2, gathers)
+
+
+def test_gathered_tensor_has_other_users():
+    on_ranks(2, gathers_for_other_users)
+
+
+# ---- reductions ----
+
+
+def product_then_scatter(dim):
+    return lambda x, w: scatter(x @ w.t(), "sum", dim, world())
+
+
+def product_then_sum(x, w, b):
+    return all_reduce(F.linear(x, w), "sum", world()) + b
+
+
+def means(x, w):
+    """torch has no mean on a CPU, so that only the compiled function runs."""
+    return scatter(x @ w.t(), "avg", 1, world()), all_reduce(x[0] @ w.t(), "avg", world())
+
+
+def reduces():
+    x, w, b = own(4, 6, 8), own(12, 8, seed=1), own(12, seed=2)
+    for dim, one in ((0, x[0]), (0, x), (1, x), (2, own(2, 3, 4, 8)), (1, x.bfloat16())):
+        same(product_then_scatter(dim), one, w.to(one.dtype), counts={"gemm_rs": 1})
+    for one in (x, x[0, :5], x.bfloat16()):
+        compiled = same(product_then_sum, one, w.to(one.dtype), b.to(one.dtype), counts={"gemm_ar": 1})
+        assert compiled.count("mm") == compiled.count("addmm") == 0
+    compiled = Compiled(means)
+    scattered, total = compiled.call(x, w)
+    assert torch.equal(scattered, funcol.reduce_scatter_tensor(x @ w.t(), "sum", 1, world()) / 2)
+    assert torch.equal(total, all_reduce(x[0] @ w.t(), "sum", world()) / 2)
+    assert compiled.counts() == {"gemm_rs": 1, "gemm_ar": 1}
+
+
+def test_reduce_scatter_and_all_reduce():
+    on_ranks(2, reduces)
+
+
+# ---- training ----
+
+
+def mlp(x, gate, up, down):
+    """Tensor and sequence parallelism of [B, S / W, H]."""
+    full = gather(x, 1, world())
+    return scatter((F.linear(full, gate).relu() * F.linear(full, up)) @ down.t(), "sum", 1, world())
+
+
+def trains():
+    tensors = [own(2, 4, 8), own(12, 8, seed=1), own(12, 8, seed=2), own(8, 12, seed=3)]
+    compiled = same(mlp, *(one.requires_grad_() for one in tensors), counts={"ag_gemm_multi": 2, "gemm_rs": 2})
+    assert str(compiled.passes.report) == "4 of 4 collectives fused in 2 graphs: 2 ag_gemm, 2 gemm_rs"
+
+
+def test_training_step():
+    on_ranks(2, trains)
+
+
+class MLP(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=bias), nn.Linear(16, 8, bias=bias)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def dtensor_models():
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2,))
+    x = draw(2, 4, 8, seed=9)
+    sequence = {"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}
+    biased = "{} adds its bias on each rank, before the reduction"
+    for bias, (columns, rows), counts, reasons in (
+        (False, sequence, {"ag_gemm_multi": 2, "gemm_rs": 2}, []),
+        (True, sequence, {"reduce_scatter_tensor": 1, "ag_gemm_multi": 2, "gemm_rs": 1}, [biased.format("addmm_1")]),
+        (False, ({}, {}), {"gemm_ar": 2}, []),
+    ):
+        model = MLP(bias)
+        for seed, one in enumerate(model.parameters()):
+            one.data = draw(*one.shape, seed=seed)
+        plan = {"up": ColwiseParallel(**columns), "down": RowwiseParallel(**rows)}
+        parallelize_module(model, mesh, plan)
+        results, compiled = [], Compiled(model)
+        for call in (model, compiled.call):
+            one = x.clone().requires_grad_()
+            y = call(one)
+            (y * y.detach().sign()).sum().backward()
+            results.append([y.detach(), one.grad, *(p.grad.to_local() for p in model.parameters())])
+            model.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert compiled.counts() == counts
+        assert [entry.reason for entry in compiled.passes.report.entries if not entry.runs] == reasons
+
+
+def test_dtensor_models():
+    on_ranks(2, dtensor_models)
+
+
+# ---- dynamic shapes ----
+
+
+def symbolic_sizes():
+    w, v = own(12, 8, seed=1), own(8, 12, seed=2)
+    cases = [
+        (one_product(0), (0,), {"ag_gemm": 1}), (one_product(1), (0, 1), {"ag_gemm_multi": 1}),
+        (product_then_scatter(0), (0,), {"gemm_rs": 1}), (product_then_scatter(1), (0, 1), {"gemm_rs": 1}),
+        (lambda x, w: all_reduce(x @ w.t(), "sum", world()), (0, 1), {"gemm_ar": 1}),
+    ]
+    for function, dims, counts in cases:
+        compiled = Compiled(function)
+        for shape in ((4, 6, 8), (6, 10 if 1 in dims else 6, 8)):
+            x = own(*shape)
+            for dim in dims:
+                torch._dynamo.mark_dynamic(x, dim)
+            assert torch.equal(compiled.call(x, w), function(x, w) + 0)
+        assert (len(compiled.graphs), compiled.counts()) == (1, counts)
+    compiled = Compiled(mlp)
+    for rows in (4, 6):
+        x = own(2, rows, 8)
+        torch._dynamo.mark_dynamic(x, 1)
+        assert torch.equal(compiled.call(x, w, w, v), mlp(x, w, w, v) + 0)
+    assert compiled.counts() == {"ag_gemm_multi": 1, "gemm_rs": 1}
+
+
+def test_dynamic_shapes():
+    on_ranks(2, symbolic_sizes)
+
+
+# ---- the report ----
+
+
+def two_users(x, w):
+    y = x @ w.t()
+    return scatter(y, "sum", 0, world()), y.relu()
+
+
+def square(x):
+    full = gather(x, 0, world())
+    return full @ full.t()
+
+
+def chain(x, w, v):
+    """The product of the gathered rows is scattered."""
+    return scatter(gather(x, 0, world()) @ w.t(), "sum", 0, world())
+
+
+def reports():
+    x, w, b = own(4, 8), own(8, 8, seed=1), own(8, seed=2)
+    cases = [  # (function, the collective in the report, the reason)
+        (lambda x, w: gather(x, 0, world()).relu(), "all_gather_into_tensor [4, 8] float32",
+         "no mm multiplies its rows, its users are aten.relu"),
+        (lambda x, w: w @ gather(x, 0, world()), None, "no mm multiplies its rows, its users are aten.mm"),
+        (lambda x, w: gather(x.t().contiguous(), 1, world()) @ w.repeat(1, 1)[:, :8], None,
+         "its last dimension is gathered"),
+        (lambda x, w: gather(x.double(), 0, world()) @ w.double(), "all_gather_into_tensor [4, 8] float64",
+         "dtype float64"),
+        (lambda x, w: square(x), None, "both operands of mm depend on it"),
+        (two_users, "reduce_scatter_tensor [4, 8] float32", "mm has 2 users, also aten.relu"),
+        (lambda x, w: scatter((x @ w).relu(), "sum", 0, world()), None, "no mm produces its input, aten.relu does"),
+        (lambda x, w: scatter((x @ w).view(8, 4) + w @ x.t(), "sum", 0, world()), None,
+         "the products of the sum have different shapes"),
+        (lambda x, w: scatter(x @ w + x, "sum", 0, world()), None,
+         "no mm produces a term of its input, the input arg0_1 does"),
+        (lambda x, w: scatter(x @ w, "sum", 1, world()), None, "its last dimension is scattered"),
+        (lambda x, w: all_reduce(x @ w, "max", world()), "all_reduce [4, 8] float32", "op max"),
+        (lambda x, w: all_reduce(F.linear(x, w, b), "sum", world()), None,
+         "addmm adds its bias on each rank, before the reduction"),
+        (lambda x, w: all_reduce(x, "sum", world()), None, "no mm produces its input, the input arg0_1 does"),
+        (lambda x, w: funcol.all_to_all_single(x @ w, None, None, world()), "all_to_all_single [4, 8] float32",
+         "no operator of tdkernels contains this collective"),
+    ]
+    for function, collective, reason in cases:
+        compiled = same(function, x, w, counts=None)
+        (entry,) = compiled.passes.report.entries
+        assert entry.runs is None and entry.reason == reason
+        assert collective is None or entry.collective == collective
+    compiled = same(chain, x, w, w, counts={"ag_gemm": 1, "reduce_scatter_tensor": 1})
+    assert str(compiled.passes.report) == (
+        "1 of 2 collectives fused in 1 graph: 1 ag_gemm\n"
+        "graph 0: reduce_scatter_tensor [8, 8] float32: its mm is fused with an all-gather"
+    )
+    compiled = same(chain, x, w, w, counts={"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+                    passes=inductor.overlap_pass(groups=[]))
+    assert str(compiled.passes.report).count("float32: the pass has no group 0") == 2
+    with inductor.installed([world()]) as passes, pytest.raises(ValueError, match=r"already, for the groups \('0',\)"):
+        inductor.install()
+    same(chain, x, w, w, counts={"ag_gemm": 1, "reduce_scatter_tensor": 1}, passes=passes)
+    assert inductor.overlap_pass(groups=[world()]).uuid() != inductor.overlap_pass().uuid()
+    assert "no graph was compiled" in str(inductor.overlap_pass().report)
+
+
+def test_report():
+    on_ranks(2, reports)
+
+
+# ---- installation ----
+
+
+class _Previous(torch._inductor.custom_graph_pass.CustomGraphPass):
+    def __init__(self, key):
+        self.key, self.calls = key, 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return self.key
+
+
+def test_install_and_uninstall():
+    config, previous = torch._inductor.config, _Previous("a")
+    assert config.post_grad_custom_pre_pass is None
+    for before in (None, previous, [previous, _Previous("b")]):
+        config.post_grad_custom_pre_pass = before
+        try:
+            passes = inductor.install()
+            assert config.post_grad_custom_pre_pass is passes is inductor.install()
+            with inductor.installed() as again:
+                assert again is passes
+            assert config.post_grad_custom_pre_pass is passes, "the block did not install it"
+            inductor.uninstall()
+            assert config.post_grad_custom_pre_pass == before
+            with inductor.installed() as passes:
+                assert config.post_grad_custom_pre_pass is passes and len(passes.previous) == len(passes.uuid()) - 2
+            assert config.post_grad_custom_pre_pass == before
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                inductor.uninstall()
+            assert len(caught) == (before is not None)
+        finally:
+            config.post_grad_custom_pre_pass = None
+
+
+def test_key_of_inductors_cache():
+    first, second = inductor.overlap_pass(), inductor.overlap_pass()
+    assert first.uuid() == second.uuid() and first is not second
+    with_a, with_b = (inductor.overlap_pass(_Previous(key)) for key in "ab")
+    assert len({first.uuid(), with_a.uuid(), with_b.uuid()}) == 3
+    assert inductor.overlap_pass(lambda graph: None).uuid() is None, "inductor cannot cache it"
+
+
+def by_inductor():
+    """The pass in inductor, with code generation. The graphs have no node that needs a C++ kernel, if none copies."""
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x, w, v):
+        y = scatter(F.linear(F.linear(gather(x, 1, world()), w), v), "sum", 1, world())
+        return y, all_reduce(w.detach() @ v.detach(), "sum", world())
+
+    x, w, v = own(2, 4, 8), own(12, 8, seed=1), own(8, 12, seed=2)
+    # Without a key inductor does not load the graphs from its cache.
+    previous = _Previous(None)
+    passes = inductor.overlap_pass(previous)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, options={"post_grad_custom_pre_pass": passes})
+
+    def step(call):
+        inputs = [one.clone().requires_grad_() for one in (x, w, v)]
+        y, z = call(*inputs)
+        torch.autograd.backward([y], [y.detach().sign()])
+        return [y.detach() + 0, z.detach() + 0, *(one.grad for one in inputs)]
+
+    results, codes = run_and_get_code(step, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(step(function), results, strict=True))
+    assert previous.calls == len(codes) == 2 and not any("cpp_fused" in code for code in codes)
+    assert "torch.ops.tdkernels.gemm_rs" in codes[0] and "torch.ops.tdkernels.gemm_rs" in codes[1]
+    with inductor.installed() as passes_of_config, torch._inductor.config.patch(force_disable_caches=True):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(one_product(1))(x, w), one_product(1)(x, w))
+    assert str(passes_of_config.report) == "1 of 1 collectives fused in 1 graph: 1 ag_gemm"
+    return str(passes.report)
+
+
+def test_inductor():
+    reports = on_ranks(2, by_inductor)
+    assert reports == 2 * ["5 of 5 collectives fused in 2 graphs: 2 ag_gemm, 1 gemm_ar, 2 gemm_rs"]
