@@ -7,9 +7,8 @@ The split and the cat exist if dimension d > 0 is scattered. The input may be a 
 several linear layers with one input: x_1 @ w_1 + x_2 @ w_2 is one product of concatenated operands. It costs a pass
 over the operands, and is rounded once instead of once for each product.
 
-A mean is the sum, divided by W: torch.ops has no fused
-mean. A bias that is added to the result stays a node of its own, which inductor fuses with the nodes after it, so
-that it is rounded as before.
+A mean is the sum, divided by W. A bias that is added to the result stays a node of its own, which inductor fuses with
+the nodes after it, so that it is rounded as before.
 """
 
 from typing import Any, NamedTuple
