@@ -51,6 +51,7 @@ _LONG = {
     "test_flash_decode_multinode.py": ("test_everything",),
     "test_low_latency.py": ("test_forward_and_gradients",),
     "test_tp_moe.py": ("test_forward_and_gradients",),
+    "test_recording.py": ("test_every_program_is_recorded_from_start_to_end",),
     "test_traces.py": ("test_traced_kernels_compile", "test_untraced_kernels_contain_no_trace_code"),
     "test_ulysses.py": ("test_everything",),
 }

@@ -26,15 +26,17 @@ from tests.support.variants import VARIANTS  # noqa: E402
 _AT_ONCE = 10  # schedules of a variant before the next variant runs
 
 
-def fuzz(variant, seeds, calls=1):
+def fuzz(variant, seeds, calls=1, calls_before=2):
     """Run a variant under each schedule and check its results; return the number of scheduling points of each.
 
-    The first calls run without a schedule, so that the consensus checks have passed.
+    The first ``calls_before`` calls run without a schedule, so that the consensus checks have passed, and a second call
+    has no first-call work left, such as a cached launch.
     """
 
     def run():
         points = []
-        variant.run_here(2)  # the second call has no first-call work left, such as a cached launch
+        if calls_before:
+            variant.run_here(calls_before)
         for seed in seeds:
             with schedule(seed) as scheduled:
                 variant.run_here(calls)
