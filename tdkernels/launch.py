@@ -107,20 +107,18 @@ class RankPool:
     def __init__(self, world_size: int, device: str = "auto", *, timeout_s: float = 300.0, grace_s: float = 20.0):
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
-        self.world_size = world_size
-        self.device = pick_device(device, world_size)
-        self.timeout_s = timeout_s
-        self.grace_s = grace_s
+        self.world_size, self.device = world_size, pick_device(device, world_size)
+        self.timeout_s, self.grace_s = timeout_s, grace_s
         self.pids: list[int] = []
         self._unusable: str | None = None  # the reason, if the pool is unusable
         self._procs: list[multiprocessing.process.BaseProcess] = []
         self._conns: list[multiprocessing.connection.Connection] = []
         self._store: dist.TCPStore | None = _loopback_store()  # for the rendezvous of the ranks
-        port = self._store.port
         try:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe()
-                proc = new_process(_rank_main, (rank, world_size, self.device, port, theirs), f"tdkernels rank {rank}")
+                args = rank, world_size, self.device, self._store.port, theirs
+                proc = new_process(_rank_main, args, f"tdkernels rank {rank}")
                 proc.start()
                 theirs.close()  # only the rank keeps that end open, so its death closes the pipe
                 self._procs.append(proc)
