@@ -26,17 +26,15 @@ from tests.support.variants import VARIANTS  # noqa: E402
 _AT_ONCE = 10  # schedules of a variant before the next variant runs
 
 
-def fuzz(variant, seeds, calls=1, calls_before=2):
+def fuzz(variant, seeds, calls=1):
     """Run a variant under each schedule and check its results; return the number of scheduling points of each.
 
-    The first ``calls_before`` calls run without a schedule, so that the consensus checks have passed, and a second call
-    has no first-call work left, such as a cached launch.
+    The first calls run without a schedule, so that the consensus checks have passed.
     """
 
     def run():
         points = []
-        if calls_before:
-            variant.run_here(calls_before)
+        variant.run_here(2)  # the second call has no first-call work left, such as a cached launch
         for seed in seeds:
             with schedule(seed) as scheduled:
                 variant.run_here(calls)

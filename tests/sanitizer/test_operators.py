@@ -20,8 +20,7 @@ def checked(variant):
     """Return the number of recorded events, and the scheduling points of each schedule."""
     with record() as races:
         variant.run(CALLS)
-    before = 0 if variant.local is None else 2  # groups on simulated nodes are created anew
-    return races.events, fuzz(variant, SEEDS, calls_before=before)
+    return races.events, fuzz(variant, SEEDS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
