@@ -90,6 +90,12 @@ class _Layer(torch.nn.Module):
         reason = self._unsupported_setting() or self._last_reason
         return (self._operators[self.sequence_parallel], "") if reason is None else (None, reason)
 
+    @property
+    def tdkernels_problem(self) -> tuple[int, int, Any, torch.dtype]:
+        """Number of input and of output features, group and dtype, for ``tdkernels.nn.report``."""
+        layer: Any = self
+        return layer.input_size, layer.output_size, self.tp_group, self.config.params_dtype
+
     def _unsupported_setting(self) -> str | None:
         """Return why the layer runs Megatron's forward for all operands, or None."""
         config = self.config

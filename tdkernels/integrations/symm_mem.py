@@ -34,7 +34,7 @@ import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from tdkernels.autotune.explain import explain as explain_call
 from tdkernels.autotune.tunable import tunable
+from tdkernels.integrations.installation import during_block
 from tdkernels.integrations.symm_mem_tuning import forget, torch_is_faster
 from tdkernels.ops.common.gemm_operands import lies_as_kn
 from tdkernels.ops.common.validation import DTYPES, shape_of
@@ -301,21 +302,14 @@ def uninstall() -> None:
         _library = None
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed() -> contextlib.AbstractContextManager[None]:
     """Install the kernels for a ``with`` block. If they are installed already, they stay so after the block.
 
     Example:
         with symm_mem.installed():
             y = compiled(x)
     """
-    was_installed = _library is not None
-    install()
-    try:
-        yield
-    finally:
-        if not was_installed:
-            uninstall()
+    return during_block(install, uninstall, lambda: _library is not None)
 
 
 def counts() -> dict[str, dict[str, Any]]:

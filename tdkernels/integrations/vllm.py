@@ -103,6 +103,12 @@ def row_parallel_linear() -> type:
             reason = why_not(self)
             return ("gemm_ar", "") if reason is None else (None, reason)
 
+        @property
+        def tdkernels_problem(self) -> tuple[int, int, Any, torch.dtype]:
+            """Number of input and of output features, group and dtype, for ``tdkernels.nn.report``."""
+            group = torch_op.group_by_name(self.tdkernels_group)
+            return self.input_size, self.output_size, group, self.weight.dtype
+
         def forward(self, input_: torch.Tensor) -> Any:
             if why_not(self) is not None:
                 return super().forward(input_)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tdkernels
 from tdkernels.integrations import vllm
 from tests.integrations import vllm_stand_in
 from tests.support.ranks import device, on_ranks
@@ -86,6 +87,9 @@ def falls_back():
         assert layer.tdkernels_runs == (None, "reduce_results is False: the layer has no all-reduce")
         assert torch.equal(layer(own)[0], own @ layer.weight.t())
         assert layer_of(disable_tp=True).tdkernels_runs == (None, "the layer has one rank")
+        model = torch.nn.ModuleList([layer_of(), layer])
+        table = tdkernels.nn.report(model, rows=2)
+        assert table["0"].runs == "gemm_ar" and table["0"].config and table["1"].runs is None and not table["1"].config
         assert layer_of(params_dtype=torch.float64).tdkernels_runs == (None, "its weight is torch.float64")
 
 

@@ -236,7 +236,7 @@ class Subclass(torch.nn.Linear):
 
 
 class Layers(torch.nn.Module):
-    """Linear layers with the styles of PLAN, most of which the operators do not support."""
+    """Linear layers with the styles of PLAN. The operators do not support most of these layers."""
 
     def __init__(self):
         super().__init__()

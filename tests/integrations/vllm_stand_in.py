@@ -1,8 +1,8 @@
 """A stand-in for the parts of vLLM that the plugin uses, as modules in sys.modules. It computes what vLLM documents."""
 
+import contextlib
 import sys
 import types
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class RowParallelLinear(PluggableLayer):
     ):
         super().__init__()
         self.tp_rank, self.tp_size = (0, 1) if disable_tp else (dist.get_rank(), dist.get_world_size())
+        self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.reduce_results, self.return_bias = reduce_results, return_bias
         self.quant_method = Fp8LinearMethod() if quant_config == "fp8" else UnquantizedLinearMethod()
@@ -77,8 +78,9 @@ def get_tp_group():
     return types.SimpleNamespace(device_group=dist.group.WORLD)
 
 
+@contextlib.contextmanager
 def installed():
-    """Return a context manager in which ``import vllm`` gets the stand-in."""
+    """Let ``import vllm`` get the stand-in in a ``with`` block. Other modules that are imported in the block stay."""
     names = {
         "vllm": {}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
         "vllm.distributed": {"get_tp_group": get_tp_group,
@@ -96,4 +98,9 @@ def installed():
             setattr(modules[parent], last, module)
     op_registry_oot.clear()
     all_reduces.clear()
-    return mock.patch.dict(sys.modules, modules)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]

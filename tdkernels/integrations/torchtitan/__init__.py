@@ -22,11 +22,12 @@ Example:
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tdkernels.integrations.installation import during_block
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
 from tdkernels.ops.dense.gemm_rs.op import gemm_rs
 
@@ -146,13 +147,6 @@ def disable() -> None:
         setattr(module, name, original)
 
 
-@contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled() -> contextlib.AbstractContextManager[None]:
     """Replace the Functions for a ``with`` block. If they are replaced already, they stay so after the block."""
-    before = bool(_replaced)
-    enable()
-    try:
-        yield
-    finally:
-        if not before:
-            disable()
+    return during_block(enable, disable, lambda: bool(_replaced))

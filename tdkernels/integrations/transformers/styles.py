@@ -18,7 +18,7 @@ import importlib
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tdkernels.integrations.installation import during_block
 from tdkernels.nn.parallel.styles import LinearStyle, column_forward, local_parameters, row_forward
 from tdkernels.ops.common.validation import DTYPES
 from tdkernels.runtime.autograd import DEVICES
@@ -312,18 +313,11 @@ def uninstall() -> None:
     _replaced.clear()
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed() -> contextlib.AbstractContextManager[None]:
     """Install the styles for a ``with`` block. If they are installed already, they stay so after the block.
 
     Example:
         >>> with installed():
         ...     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=8))
     """
-    was_installed = bool(_replaced)
-    install()
-    try:
-        yield
-    finally:
-        if not was_installed:
-            uninstall()
+    return during_block(install, uninstall, lambda: bool(_replaced))

@@ -109,10 +109,9 @@ def _entry_of(name, module, rows):
         return Entry(name, kind, ", ".join(map(_operator_of, parts)), config=configs)
     if isinstance(module, (EPMoE, TPMoE)):
         return Entry(name, kind, "ep_moe" if isinstance(module, EPMoE) else "tp_moe")
-    if hasattr(module, "tdkernels_runs"):  # a layer of tdkernels.integrations.megatron
+    if hasattr(module, "tdkernels_runs"):  # a layer of another framework, from tdkernels.integrations
         operator, reason = module.tdkernels_runs
-        sizes = module.input_size, module.output_size
-        config = _config(operator, *sizes, module.tp_group, module.config.params_dtype, rows, None) if operator else ""
+        config = _config(operator, *module.tdkernels_problem, rows, None) if operator else ""
         return Entry(name, kind, operator, reason, config)
     if isinstance(module, torch.nn.Linear):
         divided = isinstance(module.weight, DTensor)

@@ -251,16 +251,28 @@ def _prepare(workspace, x, weights, biases, config, segment_rows):
     slot_rows = slot_rows_of(rows)
     plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
-    ys = [output_spec(x, ranks * rows, weight.shape[0]) for weight in weights]
-    num_comm, topology = config.num_comm_sms, workspace.group.topology
+    memory = gathered, slot_rows, plan, False
+    return _launch_of(workspace, workspace, memory, config.num_comm_sms, x, weights, biases, config, segment_rows)
+
+
+def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows):
+    """Return the Launch of the kernel.
+
+    ``order`` checks and orders the launch: the workspace, or WithinCall of it. ``memory`` are the arguments gathered,
+    slot_rows, plan and fixed_half of ``_arguments``.
+    """
+    gathered, slot_rows, plan, fixed_half = memory
+    topology = workspace.group.topology
+    ys = [output_spec(x, topology.world_size * x.shape[0], weight.shape[0]) for weight in weights]
     pieces, turns = _count(x, weights, num_comm, topology, config)
     programs, late = _programs(x, weights, pieces, num_comm, topology, config)
     args, constants = _arguments(
-        workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, False, config, late, segment_rows
+        workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late,
+        segment_rows,
     )
     constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
     operands, fixed = (x, *weights, *biases), (workspace.ctx, gathered[0])
-    return Launch(workspace, _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed)
+    return Launch(order, _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed)
 
 
 def _fields(x, weights, segment_rows):
@@ -302,22 +314,11 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
 
 def _prepare_tiles(gather, x, weights, biases, config, segment_rows):
     """Return the Launch of the kernel on the memory of an AsyncAllGather."""
-    rows, k = x.shape
-    workspace, topology, all_rows = gather.workspace, gather.topology, gather.world_size * gather.slot_rows
-    gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
-    ys = [output_spec(x, gather.world_size * rows, weight.shape[0]) for weight in weights]
+    workspace, all_rows = gather.workspace, gather.world_size * gather.slot_rows
+    memory = (rows_of_buffer(workspace, x), 1, all_rows, all_rows * x.shape[1]), gather.slot_rows, gather.plan, True
     num_comm = 0 if config.transport == "copy_engine" else config.num_comm_sms
-    pieces, turns = _count(x, weights, num_comm, topology, config)
-    programs, late = _programs(x, weights, pieces, num_comm, topology, config)
-    args, constants = _arguments(
-        workspace.ctx, x, gathered, weights, biases, ys, gather.slot_rows, gather.plan, num_comm, True, config, late,
-        segment_rows,
-    )
-    constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
-    operands, fixed = (x, *weights, *biases), (workspace.ctx, gathered[0])
-    return Launch(
-        WithinCall(workspace), _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed
-    )
+    order = WithinCall(workspace)
+    return _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows)
 
 
 def _num_chunks(rows, config):
