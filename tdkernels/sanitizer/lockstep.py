@@ -94,12 +94,13 @@ class Lockstep:
         self.progress()
         self._words[_STEP] += 1
         self._set(self.rank, _OUT)
-        self._words[_FIRST + _PER_RANK * self.rank + 2] += 1
         chosen = self._next()
         if chosen is not None:
             self._send(chosen)
         elif any(self._status(rank) == _WAITS for rank in range(self._world_size)):
             self._die()
+        # Not earlier: a rank that is done with the collective waits for this in ``back``. It would be chosen here.
+        self._words[_FIRST + _PER_RANK * self.rank + 2] += 1
 
     def back(self) -> None:
         """Return to the lockstep after such an operation. The last rank to return draws the next rank; until then no

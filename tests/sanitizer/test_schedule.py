@@ -1,12 +1,18 @@
 """The seeded scheduler: a seed replays exactly, programs share the work queue, and a deadlock raises an error."""
 
+import time
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.launch import RankError
+from tdkernels.sanitizer import lockstep as lockstep_module
 from tdkernels.sanitizer import schedule
+from tdkernels.sanitizer.lockstep import Lockstep
 from tdkernels.symm import get_workspace, resolve_group
 from tests.ops.dense.cases import config_for
 from tests.sanitizer.mutants import MUTANTS
@@ -82,6 +88,33 @@ def test_schedule_reveals_a_missing_wait():
     # Without a schedule program 0 processes all items in turn, and the values are correct.
     mutant = MUTANTS["H: gemm_rs forwards without waiting for its own tiles"]
     assert any(on_ranks(3, failing_seeds, mutant, range(20)))
+
+
+def broadcasts_with_slow_choices(seeds):
+    """Broadcast with a pause in the choice of the next rank; return the choices of the last rank to leave."""
+    choices, choose = [], Lockstep._next
+
+    def slowly(lockstep):
+        others = [rank for rank in range(lockstep._world_size) if rank != lockstep.rank]
+        is_last_out = all(lockstep._status(rank) == lockstep_module._OUT for rank in (lockstep.rank, *others))
+        time.sleep(0.02)  # ranks that are done with the collective must not return in the meantime
+        chosen = choose(lockstep)
+        if is_last_out:
+            choices.append(chosen)
+        return chosen
+
+    with mock.patch.object(Lockstep, "_next", slowly):
+        for seed in seeds:
+            with schedule(seed):
+                for source in range(3):
+                    dist.broadcast(torch.zeros(4), source)
+    return choices
+
+
+def test_no_rank_runs_until_all_ranks_are_back_from_a_collective():
+    # Otherwise two ranks run at a time, and the order is not that of the seed.
+    results = sum(on_ranks(3, broadcasts_with_slow_choices, range(3)), [])
+    assert results and set(results) == {None}
 
 
 @td.jit
