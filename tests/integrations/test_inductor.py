@@ -55,7 +55,9 @@ def gathers():
     same(one_product(0), x[0], w, counts={"ag_gemm": 1})
     same(one_product(0), x, w, counts={"ag_gemm": 1})
     same(one_product(1), x.bfloat16(), w.bfloat16(), counts={"ag_gemm_multi": 1})
-    same(one_product(1), x[:1], w, counts={"ag_gemm": 1})
+    compiled = same(one_product(1), x[:1], w, counts=None)
+    # torch 2.11 leaves the concatenation of a single sequence in the graph.
+    assert compiled.counts() in ({"ag_gemm": 1}, {"ag_gemm_multi": 1})
     same(one_product(2), own(2, 3, 2, 8), w, counts={"ag_gemm_multi": 1})
     compiled = same(several_products, x, w, v, b, counts={"ag_gemm_multi": 1})
     assert str(compiled.passes.report) == "1 of 1 collectives fused in 1 graph: 1 ag_gemm"
@@ -101,7 +103,8 @@ def product_then_sum(x, w, b):
 
 def means(x, w):
     """torch has no mean on a CPU, so that only the compiled function runs."""
-    return scatter(x @ w.t(), "avg", 1, world()), all_reduce(x[0] @ w.t(), "avg", world())
+    scattered = funcol.reduce_scatter_tensor(x @ w.t(), "avg", 1, world())
+    return scattered, all_reduce(x[0] @ w.t(), "avg", world())
 
 
 def reduces():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -81,6 +82,12 @@ def batch():
 
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def comparable(gradient):
+    """Return the complete gradient, or this rank's part of a strided shard, which torch 2.11 cannot gather."""
+    strided = isinstance(gradient, DTensor) and any(isinstance(p, _StridedShard) for p in gradient.placements)
+    return gradient.to_local() if strided else full(gradient)
 
 
 def assert_same(name, got, expected):
@@ -290,7 +297,7 @@ def outputs_of(model, name, compiled=None):
     x.requires_grad_()
     y = (module if compiled is None else compiled)(x)
     (y * torch.arange(1, y.shape[-1] + 1, device=y.device)).sum().backward()
-    gradients = {one: full(p.grad) for one, p in module.named_parameters()}
+    gradients = {one: comparable(p.grad) for one, p in module.named_parameters()}
     return {"y": y.detach(), "y without gradients": z, "x": x.grad, **gradients}
 
 
