@@ -13,7 +13,7 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 # Values of "what" in rows that are not measurements of dense operators.
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", "solo", *_SEQUENCE_PARALLEL,
+    "tests", "solo", "torch_operators", "model", *_SEQUENCE_PARALLEL,
 )
 
 
@@ -142,6 +142,11 @@ def read_host(folder):
     return _read_kind(folder, "host")
 
 
+def read_torch_operators(folder):
+    """Return the rows of torch's fused operators."""
+    return _read_kind(folder, "torch_operators")
+
+
 def read_chosen(folder):
     """Return the rows of the tuner's selections for operators other than the dense ones."""
     return _read_kind(folder, "chosen")
@@ -155,6 +160,11 @@ def read_tests(folder):
 def read_solo(folder):
     """Return the rows of solo mode."""
     return _read_kind(folder, "solo")
+
+
+def read_models(folder):
+    """Return the rows of whole models in frameworks."""
+    return _read_kind(folder, "model")
 
 
 def read_sequences(folder):

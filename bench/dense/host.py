@@ -2,7 +2,8 @@
 
 Calls are issued back to back, and two times per call are measured: until the host has launched it, and until the device
 has finished it. Each operator runs as torch + NCCL written by hand, as a tdkernels call with method "torch", and with
-the tdkernels kernels. Prints one line per method and appends rows to a file in ``--out``.
+the tdkernels kernels. The modules of tdkernels.nn run, too, and the operators that they call. Prints one line per
+method and appends rows to a file in ``--out``.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 import tdkernels
 from bench.core import harness
+from bench.dense import modules
 from bench.run import revision
 from tdkernels import autotune
 from tdkernels.autotune.timing import barrier, synchronize
@@ -64,13 +66,15 @@ def _methods():
 
 @torch.no_grad()
 def measure():
-    """Return [(operator, method, us until launched, us until finished)], the maximum over the ranks.
+    """Return [(operator, method, us until launched, us until finished, bytes)], the maximum over the ranks.
+
+    bytes is the peak of the memory that a call of a module allocates, or None.
 
     The calls are interleaved in rounds, because a core of a shared machine is sometimes half as fast for seconds.
     """
     device = rank_device()
     on_gpu = device.type == "cuda"
-    calls = {(operator, method): call for operator, methods in _methods().items() for method, call in methods.items()}
+    calls = _by_method(_methods()) | (of_modules := _by_method(modules.methods()))
     times = {key: [] for key in calls}
     with autotune.mode("off"):  # heuristic configs
         for call in calls.values():
@@ -84,8 +88,14 @@ def measure():
     for (operator, method), pairs in times.items():
         launched, done = zip(*pairs, strict=True)
         slowest = harness.slowest((min(launched), statistics.median(done)))
-        table.append((operator, method, *[round(us, 1) for us in slowest]))
+        peak = modules.peak_bytes(calls[operator, method]) if (operator, method) in of_modules else None
+        table.append((operator, method, *[round(us, 1) for us in slowest], peak))
     return table
+
+
+def _by_method(methods):
+    """Return {(operator, method): call} of {operator: {method: call}}."""
+    return {(operator, method): call for operator, calls in methods.items() for method, call in calls.items()}
 
 
 def _time(call, device):
@@ -111,10 +121,11 @@ def main():
         machine = pool.run(harness.machine)[0]
         table = pool.run(measure)[0]
     stamp = {"git": revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-    rows = [{"op": operator, "what": "host", "method": method, "host_us": host, "call_us": call, **machine, **stamp}
-            for operator, method, host, call in table]
+    rows = [{"op": operator, "what": "host", "method": method, "host_us": host, "call_us": call, "peak_bytes": peak,
+             **machine, **stamp}
+            for operator, method, host, call, peak in table]
     for row in rows:
-        print(f"{row['op']:13} {row['method']:14} {row['host_us']:8.1f} us launched {row['call_us']:8.1f} us done")
+        print(f"{row['op']:39} {row['method']:19} {row['host_us']:8.1f} us launched {row['call_us']:8.1f} us done")
     if device == "cpu":
         print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
         return

@@ -1,5 +1,6 @@
 """Report section of host launch times of small calls."""
 
+from bench.dense.modules import BARE, MODULE, WITH_GRADIENTS
 from bench.report.machines import section
 
 _INTRO = """## Host launch time
@@ -8,6 +9,14 @@ Microseconds per call for small calls issued back to back: until the host has la
 finished it. **unfused** is torch + NCCL written by hand, **ours, method "torch"** is a tdkernels call that runs torch +
 NCCL, and **ours** runs the kernels with heuristic configs. GEMMs have M = 64, K = 4096 and N = 1536 per rank,
 collectives 1 KiB, caches 1024 keys. Rows are written by `python -m bench.dense.host`.
+"""
+_MODULES_INTRO = """
+Modules of `tdkernels.nn` and the operators that they call, microseconds until the host has launched the call. **more**
+is the difference. M = 32, hidden size 1024, inner size 2048. **MiB** is the peak of the memory that a call of the
+operator / the module allocates.
+
+| module | gradients | operator | module | more | MiB |
+|---|---|---:|---:|---:|---:|
 """
 _METHODS = ("sequence", "ours by torch", "ours")  # as stored in rows
 _TITLES = ("unfused", 'ours, method "torch"', "ours")
@@ -26,6 +35,21 @@ def _table(rows):
         f"| operator | {' | '.join(_TITLES)} |",
         "|---|" + "---:|" * len(_METHODS),
     ]
-    for operator in dict.fromkeys(row["op"] for row in rows):
+    for operator in dict.fromkeys(row["op"] for row in rows if row["method"] in _METHODS):
         lines.append(f"| {operator} | {' | '.join(times.get((operator, method), '–') for method in _METHODS)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _modules({(row["op"], row["method"]): row for row in rows})
+
+
+def _modules(rows):
+    """Return the table of the modules, or "" if they were not measured."""
+    lines = []
+    for name, method in rows:
+        if not method.startswith(BARE):
+            continue
+        bare, module = rows[name, method], rows[name, method.replace(BARE, MODULE)]
+        more = module["host_us"] - bare["host_us"]
+        mebibytes = " / ".join(f"{row['peak_bytes'] / 2**20:.2f}" for row in (bare, module))
+        with_gradients = "yes" if method.endswith(WITH_GRADIENTS) else "no"
+        times = f"{bare['host_us']:.1f} | {module['host_us']:.1f} | {more:.1f}"
+        lines.append(f"| {name} | {with_gradients} | {times} | {mebibytes} |")
+    return _MODULES_INTRO + "\n".join(lines) + "\n" if lines else ""

@@ -8,9 +8,10 @@ from bench.collectives import plots as collective_plots
 from bench.collectives import report as collective_report
 from bench.core.points import BadRow
 from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, moe_report
+from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
-from bench.report import dense, headlines, plots, solo, test_record
+from bench.report import dense, headlines, plots, solo, test_record, torch_operators
 from bench.report import host as host_report
 from bench.report import rows as all_rows
 from bench.report import tuned as tuned_report
@@ -78,7 +79,7 @@ def figures(rows):
 def pages(rows):
     """Return {relative path: Markdown}: the summary README.md and a page for each family that has rows."""
     families = {
-        "dense": ("Dense operators", [dense.text(rows.dense, _link)]),
+        "dense": ("Dense operators", [dense.text(rows.dense, _link), torch_operators.text(rows.torch_operators)]),
         "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),
@@ -86,6 +87,7 @@ def pages(rows):
                     [moe_report.text(rows.layers), grouped_gemm_report.text(rows.layers)]),
         "attention": ("Attention",
                       [flash_decode_report.text(rows.decode, _link), attention_report.text(rows.sequences)]),
+        "models": ("Models", [models_report.text(rows.models)]),
         "host": ("Host time and network primitives",
                  [host_report.text(rows.host), network_report.text(rows.network)]),
         "tuner": ("Configs that the tuner selected", [tuned_report.text(rows.tuner)]),

@@ -12,7 +12,7 @@ class Rows:
     dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
     others:       JSONL rows as dictionaries: collectives, dispatch and combine, layers of experts and grouped GEMM,
                   flash-decode, sequence parallelism, network primitives, host time per call, configs that the tuner
-                  selected, test runs, solo mode
+                  selected, test runs, solo mode, torch's fused operators, whole models in frameworks
     """
 
     dense: tuple = ()
@@ -26,6 +26,8 @@ class Rows:
     tuner: tuple = ()
     tests: tuple = ()
     solo: tuple = ()
+    torch_operators: tuple = ()
+    models: tuple = ()
 
     def __bool__(self):
         return any(vars(self).values())
@@ -38,4 +40,6 @@ def read(folder):
         layers=points.read_layers(folder), decode=points.read_decode(folder), sequences=points.read_sequences(folder),
         network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
         tests=points.read_tests(folder), solo=points.read_solo(folder),
+        torch_operators=points.read_torch_operators(folder),
+        models=points.read_models(folder),
     )

@@ -14,6 +14,7 @@ from bench.dense import host
 from bench.report import host as host_report
 from bench.report import main as report
 from bench.report import rows as all_rows
+from bench.report import torch_operators
 from bench.report import tuned as tuned_report
 from bench.report.config_text import config_in_short
 from tdkernels.__main__ import main
@@ -320,6 +321,32 @@ def test_host_time_table():
     assert host_report.text([]) == ""
 
 
+def test_host_time_table_of_modules():
+    """A module has a line with and without gradients, compared with the operator that it calls."""
+    times = {"operator": 40.0, "module": 42.5, "operator, gradients": 60.0, "module, gradients": 64.0}
+    rows = [{"what": "host", "op": "RowParallelLinear", "method": method, "host_us": us, "call_us": 2 * us,
+             "peak_bytes": 2**20, "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-02"}
+            for method, us in times.items()]
+    lines = host_report.text(rows).splitlines()
+    assert lines[-2:] == [
+        "| RowParallelLinear | no | 40.0 | 42.5 | 2.5 | 1.00 / 1.00 |",
+        "| RowParallelLinear | yes | 60.0 | 64.0 | 4.0 | 1.00 / 1.00 |",
+    ]
+
+
+def test_table_of_torch_operators():
+    """The newest row of each method counts; a tuned call names its kernel."""
+    row = {"what": "torch_operators", "op": "gather", "m": 8, "k": 4, "n": [2, 1], "method": "torch", "ms": 2.0,
+           "kernel": None, "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-02T10"}
+    rows = [{**row, "ms": 9.0}, row, {**row, "method": "tdkernels", "ms": 1.0},
+            {**row, "method": "tuned", "ms": 1.0, "kernel": "tdkernels"}, {**row, "op": "scatter"},
+            {**row, "op": "scatter", "method": "tdkernels", "ms": 4.0}]
+    lines = torch_operators.text(rows).splitlines()
+    assert lines[-2] == "| 8 x 4: 2, 1 | gather | 2.000 | 1.000 | 2.00 | 1.000 (tdkernels) |"
+    assert lines[-1] == "| 8 x 4: 2, 1 | scatter | 2.000 | 4.000 | 0.50 ▼ | – |"
+    assert torch_operators.text([]) == ""
+
+
 def test_table_of_tuned_configs():
     row = {"what": "chosen", "op": "ep_combine", "shape": "8x4", "layout": "static", "ms": 2.0, "sequence_ms": None,
            "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
@@ -335,7 +362,8 @@ def test_host_times_of_calls_are_measured():
         table = pool.run(host.measure)[0]
     found = {(operator, method) for operator, method, *_ in table}
     assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
-    assert ("flash_decode", "ours") in found and all(0 < launched <= done for *_, launched, done in table)
+    assert ("flash_decode", "ours") in found and all(0 < launched <= done for _, _, launched, done, _ in table)
+    assert found >= {("RowParallelLinear", method) for method in ("operator", "module, gradients")}
 
 
 def solo_row(shape, method, time, link=390.0, config=None, date="2026-01-01", direction="forward"):

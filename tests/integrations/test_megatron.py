@@ -47,11 +47,12 @@ REDUCED = "ddp_config", types.SimpleNamespace(use_megatron_fsdp=False)
 def model_parallel():
     """Initialize Megatron's groups for one test, with all ranks in the tensor-parallel group.
 
-    Megatron allocates on torch.cuda.current_device(). Here that is the device of the rank, so its layers run on a CPU.
+    Megatron allocates on torch.cuda.current_device(), which is replaced on CPU ranks.
     """
     before = set(dist.distributed_c10d._world.pg_map)
+    on_cpu = device().type == "cpu"
     with (
-        mock.patch.object(torch.cuda, "current_device", device),
+        mock.patch.object(torch.cuda, "current_device", device) if on_cpu else contextlib.nullcontext(),
         mock.patch.object(CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext()),
         warnings.catch_warnings(),
     ):

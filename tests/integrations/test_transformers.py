@@ -57,6 +57,11 @@ def test_generate_on_four_ranks(tmp_path):
     on_ranks(4, models.generates, "llama", str(tmp_path), FOUR_HEADS)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers compiles the decode step on GPUs only")
+def test_generate_in_cuda_graphs(tmp_path):
+    on_ranks(2, models.generates_compiled, str(tmp_path))
+
+
 # ---- modules ----
 
 

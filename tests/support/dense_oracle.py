@@ -158,6 +158,7 @@ def _unsharded(operands, dy):
 
 def relative_error(value, exact):
     """Return |value - exact| / |exact| in the Frobenius norm, in fp64; NaN or infinite if ``value`` is."""
+    exact = exact.detach().cpu()
     difference = (value.detach().cpu().double() - exact).norm().item()
     scale = exact.norm().item()
     if scale == 0.0:  # empty or all zeros
