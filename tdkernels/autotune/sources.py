@@ -8,6 +8,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[1]
 _FOLLOWED = ("tdkernels.lang", "tdkernels.ops")
 _UNTIMED = {"validation", "tuning", "cost", "tunable_base", "gemm_tunable"}  # modules that timed calls do not run
+# Fields of syntax trees that the code does not depend on, or that only some versions of Python have.
+_IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
 
 def kernel_sources(package: str) -> list[Path]:
@@ -38,7 +40,24 @@ def _read(file):
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest(), imports
+    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), imports
+
+
+def _canonical(node):
+    """Return the code of a syntax tree as text that is the same in all versions of Python.
+
+    The text of ``ast.unparse`` is not: the versions quote f-strings and write tuples in subscripts differently.
+    """
+    if isinstance(node, list):
+        return f"[{' '.join(map(_canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty strings to the format of a value
+        parts = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+        return f"(JoinedStr {_canonical(parts)})"
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in _IGNORED_FIELDS]
+    inner = " ".join(f"{name}={_canonical(value)}" for name, value in fields if value is not None and value != [])
+    return f"({type(node).__name__} {inner})"
 
 
 def _imported(tree):

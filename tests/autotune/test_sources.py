@@ -41,3 +41,10 @@ def test_hash_covers_code_and_not_prose(tmp_path, old, new, changes):
     before.write_text(SOURCE)
     after.write_text(SOURCE.replace(old, new))
     assert (hash_of([before]) != hash_of([after])) == changes
+
+
+def test_hash_is_the_same_in_all_versions_of_python(tmp_path):
+    """The digest was the same in 3.10, 3.11, 3.12 and 3.13, where ``ast.unparse`` returns different texts."""
+    file = tmp_path / "code.py"
+    file.write_text("def f(a, *b):\n    return a[1, b], f\"{a['x']!r:>{b[0]}} and {b}\", [lambda x=1: -x]\n")
+    assert hash_of([file]) == "3eae98b603d7"
