@@ -171,7 +171,7 @@ def trains(name, folder, changes):
 
 def compare_steps(ours, theirs, whole, ids):
     """Compare the losses and the parameters of a few steps of SGD."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs, whole)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, theirs, whole)]
     for step in range(STEPS):
         losses = []
         for model, optimizer in zip((ours, theirs, whole), optimizers, strict=True):

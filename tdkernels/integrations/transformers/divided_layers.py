@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tdkernels.nn.checkpoint import as_dtensor_like
+from tdkernels.nn.parallel.dtensors import from_local, to_local
 from tdkernels.nn.parallel.shared_gather import SharedGather
 from tdkernels.nn.parallel.styles import LinearStyle, column_product, local_parameters
 from tdkernels.ops.collectives.regions import copy_to_ranks, gather_rows, scatter_rows
@@ -71,9 +72,7 @@ class Border:
 
     def divide(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Pass the hidden states as a DTensor [B, S, H] with Shard(1). A pre-hook of an attention or MLP."""
-        return _replace_hidden_states(
-            args, kwargs, lambda x: DTensor.from_local(x, self.mesh, (Shard(1),), run_check=False)
-        )
+        return _replace_hidden_states(args, kwargs, lambda x: from_local(x, self.mesh, (Shard(1),)))
 
     def gather(self, _norm: Any, _args: Any, x: torch.Tensor) -> torch.Tensor:
         """Gather the hidden states [B, S / W, H] along S. A hook of the final norm; all ranks compute the same next."""
@@ -140,7 +139,7 @@ def _replicated_forward(module, *args, **kwargs):
     parameters = {name: one for name, one in module._parameters.items() if one is not None}
     try:
         for name, parameter in parameters.items():
-            local = parameter.to_local(grad_placements=parameter.placements)
+            local = to_local(parameter, parameter.placements)
             module._parameters[name] = copy_to_ranks(local, group=state.group) if state.summed else local
         return type(module).forward(module, *args, **kwargs)
     finally:

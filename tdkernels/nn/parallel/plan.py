@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tdkernels.nn.parallel.norms import SequenceParallel
 from tdkernels.nn.parallel.report import Entry, Report, runs_of
 from tdkernels.nn.parallel.shared_gather import SharedGather
 from tdkernels.nn.parallel.styles import (
@@ -233,7 +234,8 @@ def parallelize(
     """Apply a plan of torch's parallel styles, in place, with the fused operators for its linear layers.
 
     ColwiseParallel and RowwiseParallel of torch are replaced by those of ``tdkernels.nn.parallel`` where an operator
-    has the layouts and would not communicate more than torch. All other styles are applied as they are. Parameters,
+    has the layouts and would not communicate more than torch. So is SequenceParallel, whose norms then compute with
+    local tensors. All other styles are applied as they are. Parameters,
     checkpoints and results are those of ``torch.distributed.tensor.parallel.parallelize_module``.
 
     In most plans ``PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())`` of a parent module
@@ -298,6 +300,9 @@ def _resolve(plan, fused, parents, world_size):
         module, ours = plan.model.get_submodule(name), fused_style(style)
         if name in fused and isinstance(style, PrepareModuleInput):
             style = fused[name].style
+        elif type(style) is torch_parallel.SequenceParallel:
+            layout = style.sequence_sharding[0]
+            style = SequenceParallel(sequence_dim=layout.dim, use_local_output=style.use_local_output)
         elif ours is None:
             if isinstance(module, torch.nn.Linear):
                 reasons[name] = f"style {type(style).__name__} is not replaced"

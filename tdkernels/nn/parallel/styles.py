@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor import parallel as torch_parallel
 
+from tdkernels.nn.parallel.dtensors import from_local, to_local
 from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm
 from tdkernels.ops.dense.column_linear.op import column_linear
 from tdkernels.ops.dense.gemm_ar.op import GemmArConfig, gemm_ar
@@ -104,7 +105,7 @@ def local_input(x: torch.Tensor, style: LinearStyle, layout: "Placement") -> tor
     if not isinstance(x, DTensor):
         if _normalized(style.input_layout, x) == layout:
             return _waited(x)
-        x = DTensor.from_local(x, style.mesh, (style.input_layout,), run_check=False)
+        x = from_local(x, style.mesh, (style.input_layout,))
     if isinstance(layout, Shard) and x.shape[layout.dim] % style.group.size():
         raise ValueError(
             f"{style.name}: dimension {layout.dim} of x {list(x.shape)} must be divisible by the group's "
@@ -112,7 +113,7 @@ def local_input(x: torch.Tensor, style: LinearStyle, layout: "Placement") -> tor
         )
     if tuple(_normalized(placement, x) for placement in x.placements) != (layout,):
         x = x.redistribute(style.mesh, (layout,))
-    return _waited(x.to_local(grad_placements=(layout,)))
+    return _waited(to_local(x, (layout,)))
 
 
 def _normalized(placement, x):
@@ -123,7 +124,7 @@ def _normalized(placement, x):
 def local_parameters(module: torch.nn.Linear) -> tuple[Any, Any]:
     """Return the local weight and bias. Their gradients are complete: for the shard, or on every rank if replicated."""
     weight, bias = (
-        one.to_local(grad_placements=one.placements) if isinstance(one, DTensor) else one
+        to_local(one, one.placements) if isinstance(one, DTensor) else one
         for one in (module.weight, module.bias)
     )
     return weight, bias
@@ -143,7 +144,7 @@ def column_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     y = style.gather.take(style.slot, x) if style.gather is not None else None
     if y is None:
         y = column_product(x, style, *local_parameters(module), style.config)
-    return y if style.use_local_output else DTensor.from_local(y, style.mesh, (Shard(-1),), run_check=False)
+    return y if style.use_local_output else from_local(y, style.mesh, (Shard(-1),))
 
 
 def row_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ def row_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     w, b = local_parameters(module)
     z = gemm_ar(local, w, b, **options) if dim is None else gemm_rs(local, w, b, dim=dim, **options)
     layout = Replicate() if dim is None else Shard(dim)
-    return z if style.use_local_output else DTensor.from_local(z, style.mesh, (layout,), run_check=False)
+    return z if style.use_local_output else from_local(z, style.mesh, (layout,))
 
 
 # ---- styles ----

@@ -1,6 +1,7 @@
 """ag_gemm with several weights, dim and return_gathered; gemm_rs with dim: values, gradients, and errors."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tdkernels
+from tdkernels.ops.dense.ag_gemm import launch, multi
 from tdkernels.ops.dense.ag_gemm.config import default_config_for
 from tdkernels.ops.dense.gemm_rs.config import default_config_for as gemm_rs_default
 from tests.support.ranks import device, on_ranks
@@ -145,6 +147,20 @@ def partial_gradients():
     ys, gathered = tdkernels.ag_gemm(x, [first, second], biases, return_gathered=True)
     (dx,) = torch.autograd.grad(gathered.sum(), x)  # no output of a GEMM is used
     assert torch.equal(dx, torch.full_like(dx, dist.get_world_size()))
+
+
+def selects_the_method_that_keeps_x():
+    """Large problems run "parts". Small ones run the kernel, if one launch serves all weights."""
+    x, group = torch.zeros(2048, 64, device=device()), dist.group.WORLD
+    for count, least_s, method in ((2, 0.0, "parts"), (2, 1.0, "fused"), (launch.MAX_WEIGHTS + 1, 1.0, "parts")):
+        weights = [torch.zeros(64, 64, device=device())] * count
+        with mock.patch.object(multi, "_PARTS_LEAST_S", least_s):
+            config = multi._resolved("", x, weights, [None] * count, True, group, dict)
+        assert config.method == method, (count, least_s, config)
+
+
+def test_method_that_keeps_x():
+    on_ranks(2, selects_the_method_that_keeps_x)
 
 
 def compiles_without_a_graph_break():
