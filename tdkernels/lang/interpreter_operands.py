@@ -1,0 +1,81 @@
+"""Faster checks of the operands of a binary operation in Triton's interpreter.
+
+Triton computes the common type of the operands, casts both to it, and broadcasts them, by about 30 Python calls. Most
+operands of kernels need none of this: two tensors of one type, an integer tensor and a number, a pointer and offsets of
+the same shape. All others take Triton's own path.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+_INTEGERS = {
+    f"{sign}int{bits}": (-(2 ** (bits - 1)) if sign == "" else 0, 2 ** (bits - (sign == "")) - 1)
+    for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+_HALVES = {"fp16", "bf16"}  # are divided in fp32
+
+
+def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
+    """Return a replacement for the method ``binary_op_type_checking_impl`` of a TritonSemantic."""
+    check, tensor = semantic.binary_op_type_checking_impl, tl.tensor
+
+    def constant(value, like):
+        """Return an integer as a tensor of the type of an integer tensor, or None if it does not fit."""
+        element = like.scalar
+        limits = _INTEGERS.get(element.name)
+        if limits is None or not limits[0] <= value <= limits[1]:
+            return None
+        one = semantic.scalar_constant(value, element)
+        if like is element:
+            return one
+        return tensor(semantic.builder.create_splat(like.to_ir(semantic.builder), one.handle), like)
+
+    def checked(
+        lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
+            if _need_nothing(lhs.type, rhs.type, allow_lhs_ptr, div_or_mod):
+                return lhs, rhs
+        elif arithmetic_check and left is tensor and right is int:
+            other = constant(rhs, lhs.type)
+            if other is not None:
+                return lhs, other
+        elif arithmetic_check and left is int and right is tensor:
+            other = constant(lhs, rhs.type)
+            if other is not None:
+                return other, rhs
+        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return checked
+
+
+def _need_nothing(left, right, allow_left_ptr, div_or_mod):
+    """Return whether tensors of these types are the operands of a binary operation as they are."""
+    if left is right or left.name == right.name:
+        element = left.scalar
+        return not element.is_ptr() and not (div_or_mod and element.name in _HALVES)
+    if not allow_left_ptr or not left.scalar.is_ptr() or right.scalar.name not in _INTEGERS:
+        return False
+    return left.is_block() == right.is_block() and (not left.is_block() or left.shape == right.shape)
+
+
+def with_fast_unwrap(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap ``_unwrap_if_constexpr``: most of its arguments are no constexpr."""
+    plain = {tl.tensor, int, bool, float, str, tl.dtype, tl.block_type, tl.pointer_type, type(None)}
+
+    def unwrapped(value):
+        return value if type(value) in plain else unwrap(value)
+
+    return unwrapped
+
+
+def with_identity(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Wrap ``dtype.__eq__``: the types of the language are single objects."""
+
+    def __eq__(self, other):
+        return self is other or equals(self, other)
+
+    return __eq__
