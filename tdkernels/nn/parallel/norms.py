@@ -88,6 +88,9 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         >>> parallelize_module(model, mesh["tp"], {"layers.*.norm": SequenceParallel()})
     """
 
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+
     def _apply(self, module: Any, device_mesh: "DeviceMesh") -> Any:
         layout = self.sequence_sharding[0]
         if device_mesh.ndim != 1 or not is_local_norm(module, layout.dim):
