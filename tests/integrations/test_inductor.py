@@ -5,6 +5,7 @@ of a compilation.
 """
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tdkernels.integrations import inductor
+from tdkernels.integrations.inductor import reduction
 from tests.integrations.compiled_programs import Compiled, own, same, world
 from tests.integrations.torchtitan_layers import draw
 from tests.support.ranks import device, on_ranks
@@ -125,6 +127,43 @@ def test_reduce_scatter_and_all_reduce():
     on_ranks(2, reduces)
 
 
+def two_biased_products(x, w, b, v):
+    y = F.linear(x, w, b) + F.linear(x.neg(), v, b + 1) + x @ v.t()
+    return scatter(y, "sum", 1, world()), all_reduce(F.linear(x[0], w, b), "sum", world())
+
+
+def biased_mean(x, w, b):
+    return funcol.reduce_scatter_tensor(F.linear(x, w, b), "avg", 0, world())
+
+
+def reduces_biased_products():
+    """Biases that the ranks add before a reduction differ between the ranks here."""
+    x, w, v, b = own(4, 6, 8), own(12, 8, seed=1), own(12, 8, seed=2), own(12, seed=3)
+    with mock.patch.object(reduction, "_LEAST_ROWS_OF_BIASED", 1):
+        for one in (x, x.bfloat16()):
+            same(lambda x, w, b: all_reduce(F.linear(x, w, b), "sum", world()), one, w.to(one.dtype), b.to(one.dtype),
+                 counts={"all_reduce": 1, "gemm_ar": 1})
+        for dim in (0, 1):
+            same(lambda x, w, b, dim=dim: scatter(F.linear(x, w, b), "sum", dim, world()), x, w, b,
+                 counts={"all_reduce": 1, "gemm_rs": 1})
+        compiled = same(two_biased_products, x, w, b, v, counts={"all_reduce": 2, "gemm_rs": 1, "gemm_ar": 1})
+        assert compiled.count("mm") == compiled.count("addmm") == 0
+        assert str(compiled.passes.report) == "2 of 2 collectives fused in 1 graph: 1 gemm_ar, 1 gemm_rs"
+        compiled = Compiled(biased_mean)
+        expected = funcol.reduce_scatter_tensor(F.linear(x, w, b), "sum", 0, world()) / 2
+        assert torch.equal(compiled.call(x, w, b), expected)
+        assert compiled.counts() == {"all_reduce": 1, "gemm_rs": 1}
+        compiled = Compiled(lambda x, w, b: all_reduce(F.linear(x, w, b), "sum", world()))
+        for rows in (4, 6):  # a symbolic number of rows may be any
+            one = own(rows, 8)
+            torch._dynamo.mark_dynamic(one, 0)
+            assert torch.equal(compiled.call(one, w, b), all_reduce(F.linear(one, w, b), "sum", world()) + 0)
+
+
+def test_biases_before_a_reduction():
+    on_ranks(2, reduces_biased_products)
+
+
 # ---- training ----
 
 
@@ -160,11 +199,12 @@ def dtensor_models():
     mesh = dist.device_mesh.init_device_mesh(device().type, (2,))
     x = draw(2, 4, 8, seed=9)
     sequence = {"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}
-    biased = "{} adds its bias on each rank, before the reduction"
-    for bias, (columns, rows), counts, reasons in (
-        (False, sequence, {"ag_gemm_multi": 2, "gemm_rs": 2}, []),
-        (True, sequence, {"reduce_scatter_tensor": 1, "ag_gemm_multi": 2, "gemm_rs": 1}, [biased.format("addmm_1")]),
-        (False, ({}, {}), {"gemm_ar": 2}, []),
+    few = "addmm_1 adds its bias on each rank, before the reduction, and may have fewer than 256 rows"
+    for bias, (columns, rows), least_rows, counts, reasons in (
+        (False, sequence, 256, {"ag_gemm_multi": 2, "gemm_rs": 2}, []),
+        (True, sequence, 256, {"reduce_scatter_tensor": 1, "ag_gemm_multi": 2, "gemm_rs": 1}, [few]),
+        (True, sequence, 1, {"all_reduce": 1, "ag_gemm_multi": 2, "gemm_rs": 2}, []),
+        (False, ({}, {}), 256, {"gemm_ar": 2}, []),
     ):
         model = MLP(bias)
         for seed, one in enumerate(model.parameters()):
@@ -174,8 +214,9 @@ def dtensor_models():
         results, compiled = [], Compiled(model)
         for call in (model, compiled.call):
             one = x.clone().requires_grad_()
-            y = call(one)
-            (y * y.detach().sign()).sum().backward()
+            with mock.patch.object(reduction, "_LEAST_ROWS_OF_BIASED", least_rows):
+                y = call(one)
+                (y * y.detach().sign()).sum().backward()
             results.append([y.detach(), one.grad, *(p.grad.to_local() for p in model.parameters())])
             model.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -255,7 +296,7 @@ def reports():
         (lambda x, w: scatter(x @ w, "sum", 1, world()), None, "its last dimension is scattered"),
         (lambda x, w: all_reduce(x @ w, "max", world()), "all_reduce [4, 8] float32", "op max"),
         (lambda x, w: all_reduce(F.linear(x, w, b), "sum", world()), None,
-         "addmm adds its bias on each rank, before the reduction"),
+         "addmm adds its bias on each rank, before the reduction, and may have fewer than 256 rows"),
         (lambda x, w: all_reduce(x, "sum", world()), None, "no mm produces its input, the input arg0_1 does"),
         (lambda x, w: funcol.all_to_all_single(x @ w, None, None, world()), "all_to_all_single [4, 8] float32",
          "no operator of tdkernels contains this collective"),

@@ -171,7 +171,7 @@ def size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
 
 
 def sizes_apart(graph: fx.Graph, node: fx.Node) -> list[Any]:
-    """Return the sizes of an mm, a view or a sum without using the node itself.
+    """Return the sizes of an mm, an addmm, a view or a sum without using the node itself.
 
     Raises:
         NotFused: If a symbolic size is not an argument of the view.
@@ -179,8 +179,9 @@ def sizes_apart(graph: fx.Graph, node: fx.Node) -> list[Any]:
     value = value_of(node)
     if node.target in _COPIES or node.target is aten.add.Tensor:
         return sizes_apart(graph, arguments(node)["self"])
-    if node.target is aten.mm.default:
-        return [size(graph, node.args[0], 0), size(graph, node.args[1], 1)]  # type: ignore[arg-type]
+    if node.target in (aten.mm.default, aten.addmm.default):
+        left, right = node.args[-2:]
+        return [size(graph, left, 0), size(graph, right, 1)]  # type: ignore[arg-type]
     if node.target not in _VIEWS:
         raise NotFused(f"a symbolic size is read from {node.name}")
     found = []

@@ -4,9 +4,9 @@ import torch
 
 from tdkernels.rounding import cdiv
 
-# If a backward takes the GPU less than LEAST_S at these rates of an H200, the host takes longer than the GPU to launch
+# If a backward takes the GPU less than _LEAST_S at these rates of an H200, the host takes longer than the GPU to launch
 # the pipelined form (2 H200).
-LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
+_LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
 
 
 def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -27,12 +27,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float = LEAST_S) -> bool:
+def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float | None = None) -> bool:
     """Return whether a call is so large that the pipelined form is faster. The result is equal on all ranks.
 
     Args:
         flops: Floating-point operations of a rank.
         wire_bytes: Bytes that a rank receives.
-        least_s: Time in seconds from which it is. The default is that of a backward.
+        least_s: Time in seconds from which it is; None: that of a backward.
     """
-    return flops / _FLOPS + wire_bytes / _LINK >= least_s
+    return flops / _FLOPS + wire_bytes / _LINK >= (_LEAST_S if least_s is None else least_s)
