@@ -11,6 +11,7 @@ from bench import run as bench_run
 from bench.collectives import cases as collectives
 from bench.core import points
 from bench.dense import host
+from bench.dense import torch_operators as operators_of_torch
 from bench.report import host as host_report
 from bench.report import main as report
 from bench.report import rows as all_rows
@@ -364,6 +365,15 @@ def test_host_times_of_calls_are_measured():
     assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
     assert ("flash_decode", "ours") in found and all(0 < launched <= done for _, _, launched, done, _ in table)
     assert found >= {("RowParallelLinear", method) for method in ("operator", "module, gradients")}
+
+
+def test_torch_operators_are_measured():
+    with RankPool(2, "cpu") as pool:
+        table = pool.run(operators_of_torch.measure, operators_of_torch.REHEARSAL[0], 1, False)[0]
+    assert [(operator, method) for operator, method, *_ in table] == [
+        (operator, "tdkernels") for operator in ("gather", "gather and A", "scatter")
+    ]
+    assert all(0 < host_ms <= ms and kernel is None for _, _, ms, host_ms, kernel in table)
 
 
 def solo_row(shape, method, time, link=390.0, config=None, date="2026-01-01", direction="forward"):

@@ -235,8 +235,8 @@ def parallelize(
 
     ColwiseParallel and RowwiseParallel of torch are replaced by those of ``tdkernels.nn.parallel`` where an operator
     has the layouts and would not communicate more than torch. So is SequenceParallel, whose norms then compute with
-    local tensors. All other styles are applied as they are. Parameters,
-    checkpoints and results are those of ``torch.distributed.tensor.parallel.parallelize_module``.
+    local tensors. All other styles are applied as they are. Parameters, checkpoints and results are those of
+    ``torch.distributed.tensor.parallel.parallelize_module``.
 
     In most plans ``PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())`` of a parent module
     gathers the input of q, k and v, or of w1 and w3. With ``fuse_inputs`` that all-gather is removed, and the linear
