@@ -4,7 +4,6 @@ Each measurement is appended as a row to DIR/<gpu>x<number>/<op>.jsonl. With too
 CPU ranks, whose times are meaningless and are not written.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ from bench.attention import shapes as sequence_shapes  # noqa: E402
 from bench.collectives import cases as collectives  # noqa: E402
 from bench.core import harness, measure  # noqa: E402
 from bench.core.each_case import measure_all  # noqa: E402
+from bench.core.row_files import append  # noqa: E402
 from bench.dense import solo  # noqa: E402
 from bench.dense.operators import OPERATORS, Case  # noqa: E402
 from bench.dense.peers import PEERS  # noqa: E402
@@ -138,7 +138,7 @@ def main(options):
 def _solo(options, cases, plan, folder, deadline):
     """Measure in solo mode. Return the exit code."""
     common = {"rounds": plan.rounds, "git": revision(), "num_gpus": 1}
-    keep = None if folder is None else lambda rows: _append(rows, folder, "solo")
+    keep = None if folder is None else lambda rows: append(rows, folder, "solo")
     rows, failures = solo.main(cases, options.solo, options.link, plan, keep, common, deadline)
     print("Solo mode: one GPU acted as one of the ranks. No byte crossed a link.")
     if folder is None:
@@ -295,17 +295,8 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
         return module.rows(case, pool.run(module.measure, case, plan)[0], link_gbps)
 
     common = {**machine, "rounds": plan.rounds, "git": revision()}
-    keep = None if folder is None else lambda rows: _append(rows, folder)
+    keep = None if folder is None else lambda rows: append(rows, folder)
     return measure_all(pool, cases, rows_of, common, keep, lambda rows: f"{_summary(rows)} ms", deadline)
-
-
-def _append(rows, folder, name=None):
-    """Append rows to the file of their operator, or to ``name``."""
-    slug = re.sub(r"[^a-z0-9]+", "-", rows[0]["gpu"].lower().removeprefix("nvidia ")).strip("-")
-    path = folder / f"{slug}x{rows[0]['num_gpus']}" / f"{name or rows[0]['op']}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 # ---- output ----

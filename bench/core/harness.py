@@ -126,6 +126,24 @@ def _as_tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+# ---- memory ----
+
+
+def peak_bytes(call):
+    """Return the memory that torch allocates during one call, the maximum over the ranks; None on CPUs.
+
+    ``call`` has no arguments.
+    """
+    if rank_device().type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(slowest([torch.cuda.max_memory_allocated() - before])[0])
+
+
 # ---- timing ----
 
 

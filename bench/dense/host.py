@@ -8,7 +8,6 @@ method and appends rows to a file in ``--out``.
 
 import argparse
 import functools
-import json
 import statistics
 import time
 from datetime import datetime, timezone
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 
 import tdkernels
 from bench.core import harness
+from bench.core.row_files import append
 from bench.dense import modules
 from bench.run import revision
 from tdkernels import autotune
@@ -83,13 +83,13 @@ def measure():
         for _ in range(ROUNDS if on_gpu else 1):
             for key, call in calls.items():
                 times[key].append(_time(call, device))
+        peaks = {key: harness.peak_bytes(call) for key, call in of_modules.items()}
         tdkernels.synchronize()
     table = []
     for (operator, method), pairs in times.items():
         launched, done = zip(*pairs, strict=True)
         slowest = harness.slowest((min(launched), statistics.median(done)))
-        peak = modules.peak_bytes(calls[operator, method]) if (operator, method) in of_modules else None
-        table.append((operator, method, *[round(us, 1) for us in slowest], peak))
+        table.append((operator, method, *[round(us, 1) for us in slowest], peaks.get((operator, method))))
     return table
 
 
@@ -129,10 +129,7 @@ def main():
     if device == "cpu":
         print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
         return
-    folder = options.out / f"{machine['gpu'].split()[-1].lower()}x{ranks}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "host.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    append(rows, options.out, "host")
 
 
 if __name__ == "__main__":

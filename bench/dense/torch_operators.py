@@ -2,12 +2,11 @@
 
 torch's asynchronous tensor parallelism calls torch.ops.symm_mem.fused_all_gather_matmul, with and without the gathered
 A, and fused_matmul_reduce_scatter. torch's kernels and those of ``tdkernels.integrations.symm_mem`` run in turns. With
-``--tune`` the operators then run in the tuning mode "on", which selects one of both. Prints one line per call and
+``--tune`` the operators then run in the tuning mode "on", which selects one of the two. Prints one line per call and
 appends rows to a file in ``--out``.
 """
 
 import argparse
-import json
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from bench.core import harness
+from bench.core.row_files import append
 from bench.run import revision
 from tdkernels import autotune
 from tdkernels.integrations import symm_mem
@@ -115,15 +115,9 @@ def main():
             for row in rows:
                 print(f"{m}x{k} {widths} {row['op']:13} {row['method']:10} {row['ms']:8.4f} ms {row['kernel'] or ''}")
             if device == "cuda":
-                _append(rows, options.out / f"{machine['gpu'].split()[-1].lower()}x{ranks}")
+                append(rows, options.out, "torch_operators")
     if device == "cpu":
         print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
-
-
-def _append(rows, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "torch_operators.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 
 from bench.core import harness
+from bench.core.row_files import append
 from bench.models import measure
 from bench.models.cases import FRAMEWORKS, PHASES, cases
-from bench.run import RESULTS, _append, revision
+from bench.run import RESULTS, revision
 from tdkernels.launch import RankError, RankPool
 
 _BURST_MS = 15.0
@@ -176,7 +177,7 @@ class Job:
         stamp = {**machine, "rounds": self.plan.rounds, "git": revision(), "date": date}
         rows = [{**row, **stamp} for row in rows]
         if self.folder is not None:
-            _append(rows, self.folder, "models")
+            append(rows, self.folder, "models")
         self.rows += len(rows)
         print(f"{case} ({time.monotonic() - began:.0f} s)", flush=True)
         for row in rows:

@@ -10,7 +10,7 @@ OWN = {"torch": "nccl", "transformers": "transformers", "megatron": "megatron"} 
 NO_COMMUNICATION, DTENSOR, PARALLELIZE = "no communication", "DTensor", "tdkernels.nn.parallelize"
 ASYNC_TP, SYMM_MEM, INDUCTOR = "compile + async TP", "compile + symm_mem.install", "compile + inductor.install"
 COMPILED = ASYNC_TP, SYMM_MEM, INDUCTOR
-METHODS = {  # a framework's own method is checked before the others
+METHODS = {
     "torch": (NO_COMMUNICATION, "nccl", DTENSOR, PARALLELIZE),
     "transformers": ("transformers", "install", "parallelize"),
     "megatron": ("megatron", "tdkernels"),

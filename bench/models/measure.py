@@ -10,16 +10,15 @@ import torch
 
 import tdkernels
 from bench.core import graphs, harness
-from bench.models.cases import OWN
 from bench.models.method import OUTPUTS, own
 from tdkernels import autotune
 from tdkernels.launch import rank_device
 
 _PACKAGES = {"torch": "torch", "transformers": "transformers", "megatron": "megatron-core"}
-# Largest relative Frobenius error against the complete model. bf16: two models that round in another order differ by
-# up to 1%.
-_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-_FACTOR = 3  # an error may also be this times that of the framework's own method
+# Largest relative Frobenius error against the complete model. bf16: models that round in another order differ by 1.2 %
+# after two layers, gradients included.
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+_FACTOR = 3  # a CUDA graph may differ from the eager call by this times the error
 _FAILED_ELSEWHERE = "failed on another rank"  # as in harness.failure_reason
 
 
@@ -80,7 +79,7 @@ def _methods(case):
     for name in case.methods:
         method, reason = _attempt(lambda name=name: module.build(name, prepared))
         if reason is None:
-            error, reason = _checked(case, name, method, prepared.outputs, errors)
+            error, reason = _checked(case, method, prepared.outputs)
         if reason is None:
             methods[name], errors[name] = method, error
         else:
@@ -108,7 +107,7 @@ def _attempt(make):
     return (None, reason) if reason is not None else (made[0], None)
 
 
-def _checked(case, name, method, expected, errors):
+def _checked(case, method, expected):
     """Run a method once. Return (error, reason why it is left out); the error is None if it cannot be checked."""
     outputs, reason = _attempt(lambda: method.call(None))
     if reason is not None or not method.checked:
@@ -117,8 +116,7 @@ def _checked(case, name, method, expected, errors):
     if reason is not None:
         return None, reason
     error, text = _error(case, method, outputs, expected)
-    of_own = errors.get(OWN[case.framework]) or 0.0
-    limit = max(_LIMITS[case.dtype] * (_FACTOR if name == OWN[case.framework] else 1), _FACTOR * of_own)
+    limit = _LIMITS[case.dtype]
     return error, None if error <= limit else f"wrong: relative errors {text}, the limit is {limit:.2g}"
 
 
@@ -131,16 +129,9 @@ def _error(case, method, outputs, expected):
 
 
 def _peak_bytes(method):
-    """Return the memory that torch allocates during one call, the maximum over the ranks; None without GPUs."""
-    if rank_device().type != "cuda":
-        return None
+    """Return the peak memory of one call, which begins without gradients."""
     method.model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    method.call(None)
-    torch.cuda.synchronize()
-    return int(harness.slowest([torch.cuda.max_memory_allocated() - before])[0])
+    return harness.peak_bytes(lambda: method.call(None))
 
 
 def _in_graphs(methods, errors):

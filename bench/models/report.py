@@ -13,8 +13,8 @@ Whole Llama models with random weights, divided by tensor parallelism. Rows are 
 - **prefill** is a forward without gradients, of one sequence unless noted. **train** is a forward and backward with the
   gradients of all weights, without an optimizer. **decode** is one token for each sequence, with the given number of
   keys.
-- **no communication**: the layers of one rank without any collective, which is the floor. Its norms run on all tokens;
-  with sequence parallelism those of the other methods run on 1 / W of them.
+- **no communication**: the layers of one rank without any collective. It is not quite a lower bound: its norms and sums
+  run on all tokens; with sequence parallelism those of the other methods run on 1 / W of them.
 - **nccl**: collectives written by hand around the same layers. Prefill and train use sequence parallelism: one
   all-gather for q, k and v, another for gate and up, and a reduce-scatter after o and down. Decode uses all-reduces.
 - **DTensor**: torch's `parallelize_module` with the usual plan. **compile**: this model under `torch.compile`, with
@@ -22,9 +22,9 @@ Whole Llama models with random weights, divided by tensor parallelism. Rows are 
   of tdkernels.
 - **transformers**: its own tensor parallelism, with complete hidden states and all-reduces in every phase.
 - **megatron**: its local layers with sequence parallelism, and torch's RMSNorm. The local attention is not fused.
-- **x own**: the framework's own method (nccl, transformers, megatron) over the fastest method of tdkernels without
-  `torch.compile`, which also makes other parts of the model faster. **x async TP**: torch's asynchronous tensor
-  parallelism over the fastest compiled method of tdkernels.
+- **x own**: the framework's own method (nccl, transformers, megatron) over the fastest eager method of tdkernels.
+  **x async TP**: torch's asynchronous tensor parallelism over the fastest compiled method of tdkernels. torch.compile
+  also makes other parts of the model faster, so compiled and eager methods are not compared.
 - With sequence parallelism the gradients of norm weights must be summed over the ranks once per optimizer step. The sum
   is not timed, except with the adapter `parallelize` of transformers, whose backward contains it.
 - Outputs, and in training two gradients, were checked against the complete model on one GPU before timing.

@@ -11,9 +11,10 @@ NCCL, and **ours** runs the kernels with heuristic configs. GEMMs have M = 64, K
 collectives 1 KiB, caches 1024 keys. Rows are written by `python -m bench.dense.host`.
 """
 _MODULES_INTRO = """
-Modules of `tdkernels.nn` and the operators that they call, microseconds until the host has launched the call. **more**
-is the difference. M = 32, hidden size 1024, inner size 2048. **MiB** is the peak of the memory that a call of the
-operator / the module allocates.
+Modules of `tdkernels.nn` and the operators that they call, microseconds until the host has launched the call. The call
+of the operator reads the weight and the bias from the module, too. **more** is the difference. It varies by a few
+microseconds between runs. M = 32, hidden size 1024, inner size 2048. **MiB** is the peak of the memory that a call of
+the operator / the module allocates.
 
 | module | gradients | operator | module | more | MiB |
 |---|---|---:|---:|---:|---:|

@@ -7,8 +7,8 @@ _INTRO = """## torch.ops.symm_mem
 
 torch's fused operators with torch's kernels and with `tdkernels.integrations.symm_mem`, eager mode, milliseconds. The
 operators are `fused_all_gather_matmul`, with and without the gathered A, and `fused_matmul_reduce_scatter`. The scatter
-has the width of the first weight. **tuned** is a call in the tuning mode "on", with the kernel that it selected. Rows
-are written by `python -m bench.dense.torch_operators`.
+has the width of the first weight. **tuned** is a call in the tuning mode "on", with the kernel that it selected. It was
+timed after the other methods, not in turns with them. Rows are written by `python -m bench.dense.torch_operators`.
 """
 
 

@@ -1,4 +1,4 @@
-"""Run kernels in Triton's interpreter: one launch at a time, patched to take less than half of its run time."""
+"""Run kernels in Triton's interpreter: one launch at a time, with patches that more than halve its run time."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tdkernels.lang.interpreter_operands import with_fast_checks, with_fast_unwrap, with_identity
@@ -109,11 +110,11 @@ _INT = {int}
 _tensor_init = _cache_shape(tl.tensor.__init__)
 _block_init = _cache_block(tl.block_type.__init__)
 _dtype_eq = with_identity(tl.dtype.__eq__)
-_unwrap = with_fast_unwrap(tl.core._unwrap_if_constexpr)
 
 
 def _with_patches(patch):
     """Wrap the function that patches the tensors of ``triton.language`` while a kernel is interpreted."""
+    unwrap = with_fast_unwrap(tl.core._unwrap_if_constexpr)
 
     def patched(tensor, scope):
         patch(tensor, scope)
@@ -122,13 +123,13 @@ def _with_patches(patch):
         scope.set_attr(tensor, "__init__", _tensor_init)
         scope.set_attr(tl.block_type, "__init__", _block_init)
         scope.set_attr(tl.dtype, "__eq__", _dtype_eq)
-        scope.set_attr(tl.core, "_unwrap_if_constexpr", _unwrap)
+        scope.set_attr(tl.core, "_unwrap_if_constexpr", unwrap)
 
     return patched
 
 
 def _bind_semantic(obj, name, member, builder, scope):
-    """Replace a builtin of the language by one that gets the interpreter's semantic: a call less than in Triton."""
+    """Replace a builtin of the language by one that gets the interpreter's semantic. It saves one Python call."""
     function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
 
     def bound(*args, **kwargs):
@@ -140,8 +141,11 @@ def _bind_semantic(obj, name, member, builder, scope):
 
 # Another version of Triton may lack these functions, or may store more in a tensor than the wrappers copy. Without the
 # patches the interpreter is slower. Compiled kernels do not need them.
-_PATCHED = "_get_np_dtype", "_patch_lang_tensor", "_patch_attr", "interpreter_semantic"
-if triton_is_tested() and all(hasattr(interpreter, name) for name in _PATCHED):
+_PATCHED = (
+    (interpreter, ("_get_np_dtype", "_patch_lang_tensor", "_patch_attr", "interpreter_semantic")),
+    (tl.core, ("_unwrap_if_constexpr",)), (TritonSemantic, ("binary_op_type_checking_impl",)),
+)
+if triton_is_tested() and all(hasattr(where, name) for where, names in _PATCHED for name in names):
     interpreter._get_np_dtype = _cache_np_dtype(interpreter._get_np_dtype)
     interpreter._patch_lang_tensor = _with_patches(interpreter._patch_lang_tensor)
     interpreter._patch_attr = _bind_semantic

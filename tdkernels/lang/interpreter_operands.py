@@ -14,7 +14,7 @@ _INTEGERS = {
     f"{sign}int{bits}": (-(2 ** (bits - 1)) if sign == "" else 0, 2 ** (bits - (sign == "")) - 1)
     for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
-_HALVES = {"fp16", "bf16"}  # are divided in fp32
+_HALVES = {"fp16", "bf16"}  # division uses fp32
 
 
 def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
@@ -37,7 +37,7 @@ def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
     ):
         left, right = type(lhs), type(rhs)
         if left is tensor and right is tensor:
-            if _need_nothing(lhs.type, rhs.type, allow_lhs_ptr, div_or_mod):
+            if _are_compatible(lhs.type, rhs.type, allow_lhs_ptr, div_or_mod):
                 return lhs, rhs
         elif arithmetic_check and left is tensor and right is int:
             other = constant(rhs, lhs.type)
@@ -52,8 +52,8 @@ def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
     return checked
 
 
-def _need_nothing(left, right, allow_left_ptr, div_or_mod):
-    """Return whether tensors of these types are the operands of a binary operation as they are."""
+def _are_compatible(left, right, allow_left_ptr, div_or_mod):
+    """Return whether tensors of these types need no cast and no broadcast."""
     if left is right or left.name == right.name:
         element = left.scalar
         return not element.is_ptr() and not (div_or_mod and element.name in _HALVES)
@@ -63,7 +63,7 @@ def _need_nothing(left, right, allow_left_ptr, div_or_mod):
 
 
 def with_fast_unwrap(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap ``_unwrap_if_constexpr``: most of its arguments are no constexpr."""
+    """Wrap ``_unwrap_if_constexpr``: most of its arguments are not constexpr."""
     plain = {tl.tensor, int, bool, float, str, tl.dtype, tl.block_type, tl.pointer_type, type(None)}
 
     def unwrapped(value):

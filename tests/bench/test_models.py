@@ -64,7 +64,7 @@ def test_megatron(tmp_path, monkeypatch):
 
 def test_rehearsal_writes_nothing_without_out(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(program, "_append", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(program, "append", mock.Mock(side_effect=AssertionError))
     assert program.main(["--frameworks", "torch", "--phases", "decode"]) == 0
     output = capsys.readouterr().out
     assert "times are meaningless" in output and "nccl: " in output and "were written" not in output

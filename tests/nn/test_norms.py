@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import parallelize_module
@@ -29,7 +30,7 @@ def draw(*shape, seed=0):
 
 def same_dtensors(got, expected):
     assert type(got) is type(expected) is DTensor
-    assert got.placements == expected.placements and got.device_mesh is expected.device_mesh
+    assert got.placements == expected.placements and got.device_mesh == expected.device_mesh
     assert got.shape == expected.shape and got.stride() == expected.stride() and got.dtype == expected.dtype
     assert got.requires_grad == expected.requires_grad
     assert torch.equal(got.to_local(), expected.to_local()) and got.to_local().stride() == expected.to_local().stride()
@@ -40,7 +41,7 @@ def same_dtensors(got, expected):
 
 def converts():
     mesh = mesh_of_world()
-    for layout in (Shard(0), Shard(1), Shard(-1), Replicate()):
+    for layout in (Shard(0), Shard(1), Shard(-1), Replicate(), Partial()):
         for source in (draw(4, 6, 2), draw(6, 4, 2).transpose(0, 1)):
             results = []
             for convert in (from_local, lambda *args: DTensor.from_local(*args, run_check=False)):
@@ -78,12 +79,39 @@ def redistributes_gradients():
     assert torch.equal(x.grad, dy.redistribute(placements=(Shard(0),)).to_local())
 
 
-def sizes_do_not_mix_meshes():
-    """A mesh over other ranks of the same number has its own groups."""
-    halves = [init_device_mesh(device().type, (2, 1), mesh_dim_names=(name, "other"))[name] for name in ("a", "b")]
-    for mesh in halves:
-        y = from_local(draw(2, 2), mesh, (Shard(0),))
-        assert y.device_mesh is mesh
+def does_not_mix_meshes():
+    """Equal meshes have their own groups; meshes of other sizes have other global shapes."""
+    made = [init_device_mesh(device().type, (2, 1), mesh_dim_names=(name, "other")) for name in ("a", "b")]
+    for mesh, ranks in ((made[0]["a"], 2), (made[1]["b"], 2), (made[0]["other"], 1), (made[1]["other"], 1)):
+        y = from_local(torch.full((2, 2), float(dist.get_rank()), device=device()), mesh, (Shard(0),))
+        assert y.device_mesh is mesh and y.shape == (2 * ranks, 2)
+        expected = [0.0, 0.0, 1.0, 1.0] if ranks == 2 else [float(dist.get_rank())] * 2
+        assert y.full_tensor()[:, 0].tolist() == expected
+
+
+def differentiates_twice():
+    """The gradient of a gradient, which operators reject and norms have."""
+    mesh, results = mesh_of_world(), []
+    for style in (SequenceParallel, torch_parallel.SequenceParallel):
+        norm = parallelize_module(torch.nn.RMSNorm(H).to(device()), mesh, style())
+        x = DTensor.from_local(draw(B, S, H), mesh, (Shard(1),)).requires_grad_()
+        (dx,) = torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)
+        dx.pow(2).sum().backward()
+        results.append((x.grad.full_tensor(), norm.weight.grad.full_tensor()))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def traces_symbolic_sizes():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mesh = mesh_of_world()
+
+    def doubles(x):
+        return to_local(from_local(x, mesh, (Shard(0),)) * 2, (Shard(0),))
+
+    x = draw(4, 6)
+    assert torch.equal(make_fx(doubles, tracing_mode="symbolic")(x)(x), 2 * x)
 
 
 def test_conversions():
@@ -95,7 +123,15 @@ def test_gradients_are_redistributed():
 
 
 def test_equal_meshes():
-    on_ranks(2, sizes_do_not_mix_meshes)
+    on_ranks(2, does_not_mix_meshes)
+
+
+def test_second_derivatives():
+    on_ranks(2, differentiates_twice)
+
+
+def test_symbolic_sizes():
+    on_ranks(2, traces_symbolic_sizes)
 
 
 # ---- norms ----
@@ -144,8 +180,9 @@ def norms_agree():
             assert hasattr(ours, "tdkernels_norm") == (type(norm) is not OwnNorm)
             local = draw(B, S, H)
             given = [local, DTensor.from_local(local, mesh, (Shard(dim),))]
-            if dim == 0:  # the ranks divide it
-                given.append(DTensor.from_local(local, mesh, (Partial(),)))
+            # S = 3 is divided unevenly.
+            given += [DTensor.from_local(draw(B, S, H), mesh, (layout,)) for layout in (Partial(), Replicate())]
+            given.append(distribute_tensor(draw(B, S, H), mesh, (Shard(dim),)))
             for x in given:
                 (y, dx, grads), (z, dz, expected) = results_of(ours, x), results_of(theirs, x)
                 for got, want in ((y, z), (dx, dz)):
@@ -154,6 +191,24 @@ def norms_agree():
                     same_dtensors(got, want)
                 for one in (*ours.parameters(), *theirs.parameters()):
                     one.grad = None
+
+
+def norms_under_fsdp():
+    """FSDP2 replaces the class of each module that it is applied to."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    for norm in (torch.nn.RMSNorm(H, eps=0.1), torch.nn.RMSNorm(H), torch.nn.LayerNorm(H)):
+        results = []
+        for style in (SequenceParallel, torch_parallel.SequenceParallel):
+            model = torch.nn.Sequential(copy.deepcopy(norm), torch.nn.Linear(H, H)).to(device())
+            torch.nn.init.eye_(model[1].weight)
+            torch.nn.init.zeros_(model[1].bias)
+            parallelize_module(model, mesh["tp"], {"0": style(use_local_output=True)})
+            fully_shard([model[0], model[1]], mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+            y, dx, grads = results_of(model, draw(B, S, H))
+            results.append([y, dx, *(one.full_tensor() if isinstance(one, DTensor) else one for one in grads)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def norms_are_copied_and_compiled():
@@ -171,12 +226,16 @@ def norms_are_copied_and_compiled():
 
 def sequence_must_not_be_normalized():
     norm = parallelize_module(torch.nn.RMSNorm(H).to(device()), mesh_of_world(), SequenceParallel())
-    with pytest.raises(ValueError, match=rf"x \[{S}, {H}\] must have another dimension behind the sequence, 1"):
+    with pytest.raises(ValueError, match=rf"x \[{S}, {H}\] must have another dimension after the sequence, 1"):
         norm(draw(S, H))
 
 
 def test_norms_equal_those_of_torch():
     on_ranks(2, norms_agree)
+
+
+def test_norms_under_fsdp():
+    on_ranks(4, norms_under_fsdp)
 
 
 def test_copies_and_compiled_norms():

@@ -115,8 +115,8 @@ def overlap_pass(previous: Passes = None, *, groups: Sequence[GroupLike] | None 
 
         collective       pattern                                                   operator
         all-gather       all_gather_into_tensor, then one or several mm, addmm     ag_gemm
-        reduce-scatter   mm, then reduce_scatter_tensor                            gemm_rs
-        all-reduce       mm, then all_reduce                                       gemm_ar
+        reduce-scatter   mm or addmm, then reduce_scatter_tensor                   gemm_rs
+        all-reduce       mm or addmm, then all_reduce                              gemm_ar
 
     A dimension other than 0 may be gathered or scattered, except the last. If the gathered tensor is also needed
     elsewhere, such as in the backward, the operator returns it. A mean is the sum, divided by W: a sum in fp16 may

@@ -1,7 +1,7 @@
 """SequenceParallel of torch.distributed.tensor.parallel, whose norms compute with local tensors.
 
 A norm of DTensors takes about 0.5 ms of host time for a forward and backward (2-core CPU), more than its kernels take
-on a GPU. A norm along the last dimension of a tensor that is divided along the sequence needs no communication.
+on a GPU. A norm along the last dimension of a tensor that is sharded along the sequence needs no communication.
 """
 
 import copy
@@ -26,11 +26,13 @@ class NormStyle:
     """The style of a norm, its attribute ``tdkernels_norm``.
 
     Attributes:
+        is_rms: Whether the norm is an RMSNorm; otherwise it is a LayerNorm. FSDP2 replaces the class of a module.
         mesh: The one-dimensional mesh.
         layout: Layout of the input and the output.
         use_local_output: Whether the output is a local tensor.
     """
 
+    is_rms: bool
     mesh: "DeviceMesh"
     layout: "Shard"
     use_local_output: bool
@@ -48,21 +50,21 @@ def is_local_norm(module: Any, dim: int) -> bool:
 
 def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of a norm under SequenceParallel."""
-    style = module.tdkernels_norm
+    style, shape = module.tdkernels_norm, None
     if isinstance(x, DTensor):
         if x.placements != (style.layout,):
             x = x.redistribute(style.mesh, (style.layout,))
-        x = to_local(x, (style.layout,))
+        shape, x = x.shape, to_local(x, (style.layout,))
     if style.layout.dim >= x.dim() - 1:
         raise ValueError(
-            f"SequenceParallel: x {list(x.shape)} must have another dimension behind the sequence, {style.layout.dim}"
+            f"SequenceParallel: x {list(x.shape)} must have another dimension after the sequence, {style.layout.dim}"
         )
     weight, bias = (_local(getattr(module, name, None)) for name in ("weight", "bias"))
-    if type(module) is torch.nn.RMSNorm:
+    if style.is_rms:
         y = F.rms_norm(x, module.normalized_shape, weight, module.eps)
     else:
         y = F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-    return y if style.use_local_output else from_local(y, style.mesh, (style.layout,))
+    return y if style.use_local_output else from_local(y, style.mesh, (style.layout,), shape)
 
 
 def _local(parameter):
@@ -82,7 +84,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         use_local_output: Whether the output is a local tensor instead of a DTensor.
 
     Raises:
-        ValueError: In the forward, if x has no dimension behind the sequence.
+        ValueError: In the forward, if x has no dimension after the sequence dimension.
 
     Example:
         >>> parallelize_module(model, mesh["tp"], {"layers.*.norm": SequenceParallel()})
@@ -95,7 +97,8 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         layout = self.sequence_sharding[0]
         if device_mesh.ndim != 1 or not is_local_norm(module, layout.dim):
             return super()._apply(module, device_mesh)
+        is_rms = type(module) is torch.nn.RMSNorm
         module = distribute_module(module, device_mesh, self._replicate_module_fn)
-        module.tdkernels_norm = NormStyle(device_mesh, layout, self.use_local_output)
+        module.tdkernels_norm = NormStyle(is_rms, device_mesh, layout, self.use_local_output)
         module.forward = types.MethodType(_norm_forward, module)
         return module

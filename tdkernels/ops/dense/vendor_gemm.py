@@ -33,6 +33,6 @@ def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float | None =
     Args:
         flops: Floating-point operations of a rank.
         wire_bytes: Bytes that a rank receives.
-        least_s: Time in seconds from which it is; None: that of a backward.
+        least_s: Threshold in seconds; None uses the threshold of a backward.
     """
     return flops / _FLOPS + wire_bytes / _LINK >= (_LEAST_S if least_s is None else least_s)
