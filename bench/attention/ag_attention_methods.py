@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
+from bench.core.linear_function import LinearFunction
 from bench.experts.dispatch_methods import Method
 from tdkernels.launch import rank_device
 from tdkernels.ops.attention.ag_attention.op import attend_to_part, pieces_of
@@ -57,17 +58,6 @@ def scattered(dy, order):
     """Return the gradient of x: reduce-scatter the ranks' gradients of the gathered tensor."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return reduce_scatter_rows(_reordered(dy.transpose(1, 2)[0].contiguous(), back))[None]
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, order):
-        ctx.order = order
-        return gathered(x, order)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return scattered(dy, ctx.order), None
 
 
 # ---- torch's attention kernels ----
@@ -227,7 +217,8 @@ def sequence(case, part, attend):
 
     def differentiable(s):
         leaves = _leaves(*s.queries, s.k, s.v)
-        keys, values = (_Gathered.apply(x, order) for x in leaves[-2:])
+        both_ways = functools.partial(gathered, order=order), functools.partial(scattered, order=order)
+        keys, values = (LinearFunction.apply(x, *both_ways) for x in leaves[-2:])
         return leaves, attend(keys, values, leaves[:-2])
 
     def forward(s):

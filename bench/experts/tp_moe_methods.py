@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import tdkernels
+from bench.core.linear_function import LinearFunction
 from bench.experts import permute_baseline
 from bench.experts.dispatch_methods import Method
 from tdkernels.ops.common import torch_collectives
@@ -60,16 +61,6 @@ class _Gathered(torch.autograd.Function):
         return reduce_scatter_rows(dfull), None
 
 
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial):
-        return reduce_scatter_rows(partial)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_gather_rows(dy)
-
-
 def grouped(rows, w, ends):
     """Compute rows @ w[e].T per expert with torch's grouped GEMM."""
     return torch._grouped_mm(rows, w.transpose(1, 2), offs=ends)
@@ -97,7 +88,8 @@ def down_stage(s, h, routing, add_up, gemm=grouped):
     weights = _Gathered.apply(s.weights, works)
     out = gemm(h, s.w_down, routing.ends)
     works[0].wait()
-    return _Scattered.apply(permute_baseline.WeightedSum.apply(out, weights, routing.order, routing.places, add_up))
+    partial = permute_baseline.WeightedSum.apply(out, weights, routing.order, routing.places, add_up)
+    return LinearFunction.apply(partial, reduce_scatter_rows, all_gather_rows)
 
 
 def layer(s, add_up, gemm=grouped):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from bench.models.llama import rope_angles, shard
-from bench.models.method import Method, checking_operators, own, training_step, without_gradients
+from bench.models.method import Method, call_of, checking_operators, own
 from bench.models.reference import llama_reference
 from tdkernels.launch import rank_device
 
@@ -60,18 +60,12 @@ def build(name, reference):
         layer = model.layers[0]
         return layer.input_layernorm.weight.grad, layer.self_attention.linear_qkv.weight.grad
 
-    if case.phase == "train":
-        call = training_step(model, forward, x, dy, gradients)
-    else:
-        call = without_gradients(lambda: forward(x))
-
     def complete(outputs):
         return _complete(outputs, case.sizes)
 
     ours = name == "tdkernels"
-    return Method(
-        model, call, dims=(1, None, 0), complete=checking_operators(model, complete) if ours else complete
-    )
+    call = call_of(case, model, forward, x, dy, gradients)
+    return Method(model, call, dims=(1, None, 0), complete=checking_operators(model, complete) if ours else complete)
 
 
 def _complete(outputs, size):

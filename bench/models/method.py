@@ -34,21 +34,8 @@ class Method:
     note: Callable = str
 
 
-def without_gradients(forward):
-    """Return the call of a prefill or decode.
-
-    Args:
-        forward: function without arguments that returns the output.
-    """
-
-    def call(_):
-        return (forward(),)
-
-    return call
-
-
-def training_step(model, forward, x, dy, gradients):
-    """Return the call of a forward and backward, which includes the gradients of all parameters and of x.
+def call_of(case, model, forward, x, dy, gradients):
+    """Return the call of a phase: a forward without gradients, or in training a forward and backward.
 
     Args:
         forward: function of x that returns the output.
@@ -56,6 +43,17 @@ def training_step(model, forward, x, dy, gradients):
         dy: gradient of the output.
         gradients: function without arguments that returns the gradients to check, after the backward.
     """
+    if case.phase == "train":
+        return _training_step(model, forward, x, dy, gradients)
+
+    def call(_):
+        return (forward(x),)
+
+    return call
+
+
+def _training_step(model, forward, x, dy, gradients):
+    """Return the call of a forward and backward, which includes the gradients of all parameters and of x."""
     x = None if x is None else x.detach().clone().requires_grad_()
 
     def call(_):

@@ -5,9 +5,9 @@ output of its row-parallel layer is reduce-scattered. Without it, that output is
 saved for the backward.
 """
 
-import torch
 import torch.distributed as dist
 
+from bench.core.linear_function import LinearFunction
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 
 
@@ -21,32 +21,12 @@ def _reduce_scatter(x):
     return reduce_scatter_rows(x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1))[0]
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return _gather(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _reduce_scatter(dy)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return _reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _gather(dy)
-
-
 def _gather_input(module, args):
-    return _Gather.apply(*args)
+    return LinearFunction.apply(*args, _gather, _reduce_scatter)
 
 
 def _scatter_output(module, args, output):
-    return _ReduceScatter.apply(output)
+    return LinearFunction.apply(output, _reduce_scatter, _gather)
 
 
 def _sum_output(module, args, output):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from bench.models.llama import Cache, Llama, draw_weights, rope_angles
-from bench.models.method import Method, training_step, without_gradients
+from bench.models.method import Method, call_of
 from tdkernels.launch import rank_device
 
 _WEIGHT_SEED, _INPUT_SEED = 1, 2
@@ -78,8 +78,4 @@ def llama_method(case, model, x, dy, rope, caches, call_model=None, **options):
         layer = model.layers[0]
         return layer.attention_norm.weight.grad, layer.attention.wq.weight.grad
 
-    if case.phase == "train":
-        call = training_step(model, forward, x, dy, gradients)
-    else:
-        call = without_gradients(lambda: forward(x))
-    return Method(model, call, **options)
+    return Method(model, call_of(case, model, forward, x, dy, gradients), **options)

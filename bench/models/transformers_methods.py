@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.models.llama import draw_weights
-from bench.models.method import Method, checking_operators, full, training_step, without_gradients
+from bench.models.method import Method, call_of, checking_operators, full
 from bench.models.reference import generator
 from tdkernels.integrations.transformers import installed, parallelize
 from tdkernels.launch import rank_device
@@ -113,20 +113,17 @@ def _cache(case, model, ranks):
 def _method(case, model, ids, dy, cache):
     positions = torch.arange(case.positions.start, case.positions.stop, device=rank_device())[None]
 
-    def decode():
+    def decode(_):
         for layer in cache.layers:
             layer.cumulative_length.fill_(case.context - 1)
         return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
 
-    def forward(_=None):
+    def forward(_):
         return model(input_ids=ids, use_cache=False).logits
 
     def gradients():
         layer = model.model.layers[0]
         return layer.input_layernorm.weight.grad, layer.self_attn.q_proj.weight.grad
 
-    if case.phase == "train":
-        call = training_step(model, forward, None, dy, gradients)
-    else:
-        call = without_gradients(decode if case.is_decode else forward)
+    call = call_of(case, model, decode if case.is_decode else forward, None, dy, gradients)
     return Method(model, call, dims=(None, None, None), complete=full)

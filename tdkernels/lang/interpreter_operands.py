@@ -10,9 +10,9 @@ from typing import Any
 
 import triton.language as tl
 
-_INTEGERS = {
-    f"{sign}int{bits}": (-(2 ** (bits - 1)) if sign == "" else 0, 2 ** (bits - (sign == "")) - 1)
-    for sign in ("", "u") for bits in (8, 16, 32, 64)
+_INTEGERS = {  # {name: (least value, greatest value)}; int1 has rules of its own
+    kind.name: (kind.get_int_min_value(), kind.get_int_max_value())
+    for kind in (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 }
 _HALVES = {"fp16", "bf16"}  # division uses fp32
 
@@ -32,9 +32,7 @@ def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
             return one
         return tensor(semantic.builder.create_splat(like.to_ir(semantic.builder), one.handle), like)
 
-    def checked(
-        lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
-    ):
+    def checked(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         left, right = type(lhs), type(rhs)
         if left is tensor and right is tensor:
             if _are_compatible(lhs.type, rhs.type, allow_lhs_ptr, div_or_mod):

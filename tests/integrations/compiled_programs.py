@@ -2,10 +2,16 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 
 from tdkernels.integrations import inductor
 from tests.integrations.torchtitan_layers import draw
 
+# torch 2.13 renames them.
+gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+all_reduce = funcol.all_reduce
 COLLECTIVES = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
@@ -16,6 +22,10 @@ def world():
 def own(*shape, seed=0, dtype=torch.float32):
     """Return small integers that differ between ranks."""
     return draw(*shape, seed=1000 * dist.get_rank() + seed, dtype=dtype)
+
+
+def one_product(dim):
+    return lambda x, w: F.linear(gather(x, dim, world()), w)
 
 
 class Compiled:

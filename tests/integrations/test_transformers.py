@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from transformers.distributed import tensor_parallel  # noqa: E402
 
 from tdkernels.integrations.transformers import install, installed, uninstall  # noqa: E402
+from tests.integrations import transformers_layers as layers  # noqa: E402
 from tests.integrations import transformers_models as models  # noqa: E402
 
 STYLES = tensor_parallel.ALL_PARALLEL_STYLES
@@ -66,15 +67,15 @@ def test_generate_in_cuda_graphs(tmp_path):
 
 
 def test_fallback():
-    on_ranks(2, models.runs_and_falls_back)
+    on_ranks(2, layers.runs_and_falls_back)
 
 
 def test_compile():
-    on_ranks(2, models.compiles)
+    on_ranks(2, layers.compiles)
 
 
 def test_unsupported_meshes_and_layouts():
-    on_ranks(2, models.rejects_meshes_and_layouts)
+    on_ranks(2, layers.rejects_meshes_and_layouts)
 
 
 # ---- installation ----

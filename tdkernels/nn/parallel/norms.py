@@ -41,7 +41,7 @@ class NormStyle:
         return copy.copy(self)  # a mesh cannot be copied
 
 
-def is_local_norm(module: Any, dim: int) -> bool:
+def _is_local_norm(module: Any, dim: int) -> bool:
     """Return whether a module is a norm of torch along the last dimension, and ``dim`` is an earlier one."""
     if type(module) not in (torch.nn.RMSNorm, torch.nn.LayerNorm) or "forward" in vars(module):
         return False
@@ -95,7 +95,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
     def _apply(self, module: Any, device_mesh: "DeviceMesh") -> Any:
         layout = self.sequence_sharding[0]
-        if device_mesh.ndim != 1 or not is_local_norm(module, layout.dim):
+        if device_mesh.ndim != 1 or not _is_local_norm(module, layout.dim):
             return super()._apply(module, device_mesh)
         is_rms = type(module) is torch.nn.RMSNorm
         module = distribute_module(module, device_mesh, self._replicate_module_fn)

@@ -1,0 +1,63 @@
+"""Benchmarks of host time and of torch's fused operators: rehearsals on CPU ranks, and tables from synthetic rows."""
+
+from bench.dense import host
+from bench.dense import torch_operators as operators_of_torch
+from bench.report import host as host_report
+from bench.report import torch_operators
+from tdkernels.launch import RankPool
+
+
+def test_host_time_table():
+    """Only the newest rows of each machine are shown; unmeasured values are "–"."""
+    place = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789"}
+    old = {"op": "ag_gemm", "method": "sequence", "host_us": 1.0, "call_us": 2.0, "date": "2026-01-01", **place}
+    new = [{**old, "method": method, "host_us": us, "call_us": 2 * us, "date": "2026-01-02"}
+           for method, us in (("sequence", 10.4), ("ours", 20.0))]
+    lines = host_report.text([old, *new]).splitlines()
+    assert "2 x Testing, 2026-01-02, revision 0123456." in lines
+    assert lines[-1] == "| ag_gemm | 10 / 21 | – | 20 / 40 |"
+    assert host_report.text([]) == ""
+
+
+def test_host_time_table_of_modules():
+    """A module has a line with and without gradients, compared with the operator that it calls."""
+    times = {"operator": 40.0, "module": 42.5, "operator, gradients": 60.0, "module, gradients": 64.0}
+    rows = [{"what": "host", "op": "RowParallelLinear", "method": method, "host_us": us, "call_us": 2 * us,
+             "peak_bytes": 2**20, "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-02"}
+            for method, us in times.items()]
+    lines = host_report.text(rows).splitlines()
+    assert lines[-2:] == [
+        "| RowParallelLinear | no | 40.0 | 42.5 | 2.5 | 1.00 / 1.00 |",
+        "| RowParallelLinear | yes | 60.0 | 64.0 | 4.0 | 1.00 / 1.00 |",
+    ]
+
+
+def test_table_of_torch_operators():
+    """The newest row of each method counts; a tuned call names its kernel."""
+    row = {"what": "torch_operators", "op": "gather", "m": 8, "k": 4, "n": [2, 1], "method": "torch", "ms": 2.0,
+           "kernel": None, "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-02T10"}
+    rows = [{**row, "ms": 9.0}, row, {**row, "method": "tdkernels", "ms": 1.0},
+            {**row, "method": "tuned", "ms": 1.0, "kernel": "tdkernels"}, {**row, "op": "scatter"},
+            {**row, "op": "scatter", "method": "tdkernels", "ms": 4.0}]
+    lines = torch_operators.text(rows).splitlines()
+    assert lines[-2] == "| 8 x 4: 2, 1 | gather | 2.000 | 1.000 | 2.00 | 1.000 (tdkernels) |"
+    assert lines[-1] == "| 8 x 4: 2, 1 | scatter | 2.000 | 4.000 | 0.50 ▼ | – |"
+    assert torch_operators.text([]) == ""
+
+
+def test_host_times_of_calls_are_measured():
+    with RankPool(2, "cpu") as pool:
+        table = pool.run(host.measure)[0]
+    found = {(operator, method) for operator, method, *_ in table}
+    assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
+    assert ("flash_decode", "ours") in found and all(0 < launched <= done for _, _, launched, done, _ in table)
+    assert found >= {("RowParallelLinear", method) for method in ("operator", "module, gradients")}
+
+
+def test_torch_operators_are_measured():
+    with RankPool(2, "cpu") as pool:
+        table = pool.run(operators_of_torch.measure, operators_of_torch.REHEARSAL[0], 1, False)[0]
+    assert [(operator, method) for operator, method, *_ in table] == [
+        (operator, "tdkernels") for operator in ("gather", "gather and A", "scatter")
+    ]
+    assert all(0 < host_ms <= ms and kernel is None for _, _, ms, host_ms, kernel in table)
