@@ -26,11 +26,11 @@ class Reference:
     def __init__(
         self, tunable: "Tunable", problem: "Problem", operands: tuple[torch.Tensor, ...], group: "dist.ProcessGroup",
     ) -> None:
-        self.dtype = operands[0].dtype
-        wide = torch.float64 if self.dtype == torch.float32 else torch.float32
+        wide = torch.float64 if operands[0].dtype == torch.float32 else torch.float32
         widened = [tensor.to(wide) if tensor.is_floating_point() else tensor for tensor in operands]
         self.exact = tunable.reference(widened, problem, group)
         plain = tunable.reference(operands, problem, group)
+        self.dtype = plain.dtype
         unit = torch.finfo(plain.dtype).eps / 2
         norm, largest = self.errors(plain)
         self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * _largest(self.exact))

@@ -50,6 +50,8 @@ def hardware(device: torch.device, dtype: torch.dtype) -> Hardware:
     flops, memory, link = known or _guess(properties)
     if dtype == torch.float32:
         flops /= 16  # without tensor cores
+    if dtype.itemsize == 1:
+        flops *= 2
     return Hardware(flops, memory, link, properties.multi_processor_count, measured=known is not None)
 
 

@@ -14,6 +14,13 @@ def to_float32(x):
     """Convert ``x`` to fp32. Exact."""
     if target() == "interpreter" and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif target() == "interpreter" and x.dtype == tl.float8e5:
+        return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif target() == "interpreter" and x.dtype == tl.float8e4nv:
+        # As fp16, exponent and mantissa give 2**-8 times the value, also for subnormal numbers.
+        bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     else:
         return x.to(tl.float32)
 
@@ -31,7 +38,7 @@ def from_float32(x, DTYPE: tl.constexpr):
 
 
 @jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
+def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_K: tl.constexpr = None):
     """Return ``tl.dot(a, b, acc)`` with an fp32 accumulator.
 
     Args:
@@ -39,11 +46,13 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         b: right operand.
         acc: fp32 accumulator.
         PRECISION: ``input_precision`` of ``tl.dot``.
+        IMPRECISE_K: for fp8 on sm_90, whose tensor cores accumulate with fewer bits than fp32: number of elements of K
+            after which the result is added to ``acc`` in fp32. None: the tensor cores accumulate all of K.
     """
     if target() == "interpreter":
         return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE_K)
 
 
 @jit

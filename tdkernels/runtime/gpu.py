@@ -65,6 +65,18 @@ def converts_to_e4m3(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether the device multiplies float8 matrices: NVIDIA sm_89 on, AMD gfx94x and gfx95x."""
+    if torch.version.hip:
+        return _properties(device.index).gcnArchName.startswith(("gfx94", "gfx95"))
+    return capability(device) >= (8, 9)
+
+
+def multiplies_fnuz(device: torch.device) -> bool:
+    """Return whether the device multiplies the "fnuz" formats of float8 instead of the OCP formats: AMD gfx94x."""
+    return torch.version.hip is not None and _properties(device.index).gcnArchName.startswith("gfx94")
+
+
 def has_tma(device: torch.device) -> bool:
     """Return whether the device has the Tensor Memory Accelerator (NVIDIA sm_90 on)."""
     return capability(device) >= (9, 0)

@@ -12,13 +12,16 @@ from tdkernels import lang as td
 @td.jit
 def push_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
-    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
+    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace, scales=None,
 ):
     """Push this rank's shard to all peers, chunk by chunk, and set a signal per chunk.
 
     The work is shared by ``num_workers`` programs; this is program ``worker``. Each chunk is sent to all peers before
     the next one, so that all peers can start early. Each rank begins with rank + 1, so that no link is used twice at a
     time.
+
+    ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, their offset in
+    the data of a half, bytes of a slot, bytes of a chunk, bytes of the shard). None: only the shard is sent.
     """
     me = td.rank(ctx)
     others = td.num_ranks(ctx) - 1
@@ -31,6 +34,8 @@ def push_shard(
         td.mark(trace, "pushes", peer, item // num_workers)
         dst = td.data_at(ctx, half, peer) + slot + start
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
+        if scales is not None:
+            _push_scales(ctx, half, chunk, peer, scales)
         # waiter: the peer's tiles of this chunk
         td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
     if COPY_OWN:
@@ -38,6 +43,15 @@ def push_shard(
             start = chunk * chunk_bytes
             dst = td.data_at(ctx, half, me) + slot + start
             td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
+
+
+@td.jit
+def _push_scales(ctx, half, chunk, peer, scales):
+    """Store the scales of a chunk at a peer; ``scales`` as for ``push_shard``."""
+    src, offset, slot_bytes, chunk_bytes, shard_bytes = scales
+    start = chunk * chunk_bytes
+    dst = td.data_at(ctx, half, peer) + offset + td.rank(ctx) * slot_bytes + start
+    td.put(dst, src + start, tl.minimum(chunk_bytes, shard_bytes - start), 512)
 
 
 @td.jit(do_not_specialize=["plan"])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common.gemm_tile import Product
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.runtime.gpu import has_tma
 from tdkernels.runtime.kernel_launch import bind_uncopied, launch_cached
 
@@ -29,10 +30,14 @@ def widened(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def ready(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Normalize operands: return the same tensors, or copies of those with a layout that the kernels do not support."""
-    return rows_contiguous(x), weight_layout(weight)[0], None if bias is None else bias.contiguous()
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *scales: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Normalize operands: return the same tensors, or copies of those with a layout that the kernels do not support.
+
+    ``scales``: those of x and of weight, for scaled operands.
+    """
+    weight = weight_layout(weight)[0]
+    return rows_contiguous(x), weight, None if bias is None else bias.contiguous(), *map(rows_contiguous, scales)
 
 
 def lies_as_kn(weight: torch.Tensor) -> bool:
@@ -45,9 +50,10 @@ def lies_as_kn(weight: torch.Tensor) -> bool:
 def weight_layout(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     """Return (weight, stride, is_kn) of a weight [N, K]. It is copied if its layout is neither [N, K] nor [K, N].
 
-    ``is_kn`` is whether the layout is [K, N]; ``stride`` is the distance between rows of the layout, in elements.
+    ``is_kn`` is whether the layout is [K, N]; ``stride`` is the distance between rows of the layout, in elements. A
+    weight in fp8 is copied unless its layout is [N, K], because tensor cores read other layouts in 16-bit types only.
     """
-    if lies_as_kn(weight):
+    if lies_as_kn(weight) and weight.element_size() > 1:
         return weight, weight.stride(1), True
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
         weight = weight.contiguous()
@@ -59,8 +65,8 @@ def tma_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     size = x.element_size()
     stride = max(weight.stride())
     aligned = x.shape[1] * size % 16 == 0 and stride * size % 16 == 0 and weight.data_ptr() % 16 == 0
-    # Only for 16-bit types does the descriptor produce the shared-memory layout that wgmma needs.
-    return has_tma(x.device) and aligned and size == 2 and min(weight.shape) > 1
+    # Only for types of at most 16 bits does the descriptor produce the shared-memory layout that wgmma needs.
+    return has_tma(x.device) and aligned and size <= 2 and min(weight.shape) > 1
 
 
 def aligned(*sizes: int) -> bool:
@@ -68,13 +74,32 @@ def aligned(*sizes: int) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
-def compiled_for(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles") -> Product:
+def compiled_for(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles", scales: Scales | None = None
+) -> Product:
     """Return the Product for which the kernel of x @ weight.T is compiled."""
     weight, stride_w, is_kn = weight_layout(weight)
-    return Product(
+    product = Product(
         tiles.block_m, tiles.block_n, tiles.block_k, x.element_size(), aligned(*weight.shape, stride_w),
-        bias is not None, tma_fits(x, weight), is_kn, dot_precision(x.dtype),
+        bias is not None, tma_fits(x, weight), is_kn, dot_precision(x.dtype), out_dtype_of(x, scales).itemsize,
     )
+    if scales is None:
+        return product
+    imprecise_k = None if scales.use_fast_accum or scales.kind == "block" else tiles.block_k
+    steps = int(scales.x.numel() > 1), int(scales.weight.numel() > 1)
+    return product._replace(
+        scaling=scales.kind, x_scale_step=steps[0], w_scale_step=steps[1], imprecise_k=imprecise_k
+    )
+
+
+def scale_pointers(scales: Scales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scales of x and of the weight as arguments of a kernel."""
+    return (None, None) if scales is None else (scales.x, scales.weight)
+
+
+def scale_operands(scales: Scales | None) -> tuple[torch.Tensor, ...]:
+    """Return the scales of x and of the weight as further operands of a Launch, if there are any."""
+    return () if scales is None else (scales.x, scales.weight)
 
 
 def rows_descriptor(
@@ -106,17 +131,19 @@ def product_descriptors(
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles", by_tma: bool = True
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles", by_tma: bool = True,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, int, TensorDescriptor | None, TensorDescriptor | None, dict[str, Any]]:
     """Return arguments for a kernel of x @ weight.T: (weight, its stride, descriptor of x, of weight, constants)."""
     weight, stride_w, _ = weight_layout(weight)
-    constants = compiled_for(x, weight, bias, tiles)
+    constants = compiled_for(x, weight, bias, tiles, scales)
     constants = constants._replace(use_tma=constants.use_tma and by_tma)
     return weight, stride_w, *product_descriptors(x, weight, constants), {"PRODUCT": constants, **tiles.options()}
 
 
 def products(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], tiles: "Tiles",
+    scales: Scales | None = None,
 ) -> tuple[list[torch.Tensor], list[int], TensorDescriptor | None, list[TensorDescriptor | None], dict[str, Any]]:
     """Return arguments for a kernel of x @ weight.T for several weights.
 
@@ -125,7 +152,7 @@ def products(
     Returns:
         (weights, their strides, descriptor of x, descriptors of the weights, constants).
     """
-    each = [product(x, weight, bias, tiles) for weight, bias in zip(weights, biases, strict=True)]
+    each = [product(x, weight, bias, tiles, scales=scales) for weight, bias in zip(weights, biases, strict=True)]
     weights, strides, x_descs, w_descs, constants = map(list, zip(*each, strict=True))
     compiled = [one["PRODUCT"] for one in constants]
     common = compiled[0]._replace(
@@ -145,25 +172,35 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def launch_product(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    prepare: Callable[..., "Launch"], *more: Any,
+    prepare: Callable[..., "Launch"], *more: Any, scales: Scales | None = None,
 ) -> list[torch.Tensor]:
     """Run ``launch_cached`` for a dense operator; return the tensors that the launch allocated, outputs first.
 
     Args:
-        prepare: (workspace, x, weight, bias, config, *more) -> Launch, called with normalized operands (``ready``).
+        prepare: (workspace, x, weight, bias, config, *more) -> Launch, called with normalized operands (``ready``). With
+            ``scales`` it has a keyword argument of this name.
         more: Other properties of the launch.
+        scales: The scales of scaled operands.
     """
-    return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare, more))
+    return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare, more, scales))
 
 
 def bind_product(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    prepare: Callable[..., "Launch"], *more: Any,
+    prepare: Callable[..., "Launch"], *more: Any, scales: Scales | None = None,
 ) -> "Launch | None":
     """Return the Launch of ``launch_product`` for these operands, or None if one of them must be copied."""
-    return bind_uncopied((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare, more))
+    call = _product_call(workspace, x, weight, bias, config, prepare, more, scales)
+    return bind_uncopied((x, weight, bias, *scale_operands(scales)), *call)
 
 
-def _product_call(workspace, x, weight, bias, config, prepare, more):
+def _product_call(workspace, x, weight, bias, config, prepare, more, scales):
     key = config, dot_precision(x.dtype), *more
-    return workspace, key, (x, weight, bias), lambda *of: prepare(workspace, *of, config, *more), ready
+    if scales is None:
+        return workspace, key, (x, weight, bias), lambda *of: prepare(workspace, *of, config, *more), ready
+
+    def prepare_scaled(x, weight, bias, scale_x, scale_w):
+        given = scales._replace(x=scale_x, weight=scale_w)
+        return prepare(workspace, x, weight, bias, config, *more, scales=given)
+
+    return workspace, (*key, scales.key), (x, weight, bias, scales.x, scales.weight), prepare_scaled, ready

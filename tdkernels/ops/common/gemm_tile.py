@@ -20,6 +20,11 @@ class Product(NamedTuple):
         use_tma: Whether operands are read through tensor descriptors.
         w_is_kn: Whether the memory layout of the weight is [K, N] instead of [N, K].
         precision: The ``input_precision`` of ``tl.dot`` for fp32.
+        out_bytes: Bytes per element of the output and of partial sums that are sent.
+        scaling: "" for unscaled operands, otherwise "row" or "block" (``scaling.Scales``).
+        x_scale_step: For "row": 1 if each row of x has a scale, 0 if all of x has one.
+        w_scale_step: For "row": 1 if each row of the weight has a scale, 0 if all of it has one.
+        imprecise_k: ``IMPRECISE_K`` of ``td.dot``.
     """
 
     block_m: int
@@ -31,6 +36,11 @@ class Product(NamedTuple):
     use_tma: bool
     w_is_kn: bool
     precision: str
+    out_bytes: int
+    scaling: str = ""
+    x_scale_step: int = 0
+    w_scale_step: int = 0
+    imprecise_k: int | None = None
 
 
 @td.jit
@@ -66,16 +76,63 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 
 @td.jit
+def _add_scaled(acc, a, b, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
+    """Return acc plus the product of two blocks: with block-wise scales, times the scales of the blocks at column k."""
+    if PRODUCT.scaling == "block":
+        # Loaded before the product, which hides the latency of the loads.
+        scale_x, scale_w = block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT)
+        part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
+        return acc + part * scale_x[:, None] * scale_w[None, :]
+    else:
+        return td.dot(a, b, acc, PRODUCT.precision, PRODUCT.imprecise_k)
+
+
+@td.jit
+def block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
+    """Return the block-wise scales of the rows and of the columns of a tile, for the blocks at column k."""
+    blocks = (K + 127) // 128
+    offs_m = tl.arange(0, PRODUCT.block_m)
+    scale_x = tl.load(x_scale + offs_m * blocks + k // 128, mask=offs_m < rows, other=0.0)
+    offs_n = col + tl.arange(0, PRODUCT.block_n)
+    scale_w = tl.load(w_scale + offs_n // 128 * blocks + k // 128, mask=offs_n < N, other=0.0)
+    return scale_x, scale_w
+
+
+@td.jit
+def scaled_by_rows(acc, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
+    """Return acc times the scales of its rows and of its columns."""
+    offs_m = tl.arange(0, PRODUCT.block_m)
+    scale_x = tl.load(x_scale + offs_m * PRODUCT.x_scale_step, mask=offs_m < rows, other=0.0)
+    offs_n = col + tl.arange(0, PRODUCT.block_n)
+    scale_w = tl.load(w_scale + offs_n * PRODUCT.w_scale_step, mask=offs_n < N, other=0.0)
+    return acc * scale_x[:, None] * scale_w[None, :]
+
+
+@td.jit
+def scale_of_row(x_scale, row, K, PRODUCT: tl.constexpr):
+    """Return the pointer to the scales of row ``row`` of x, for ``gemm_tile``; None for unscaled operands."""
+    if PRODUCT.scaling == "block":
+        return x_scale + row.to(tl.int64) * ((K + 127) // 128)
+    elif PRODUCT.scaling == "row":
+        return x_scale + row.to(tl.int64) * PRODUCT.x_scale_step
+    else:
+        return None
+
+
+@td.jit
 def gemm_tile(
     acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
     b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if PRODUCT.w_is_kn, row-major
-    N, K, stride_am, PRODUCT: tl.constexpr,
+    N, K, stride_am, PRODUCT: tl.constexpr, x_scale=None, scaled_rows=0, w_scale=None,
 ):
     """Return acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
     Rows past ``a_rows`` and columns past ``N`` are undefined. The caller does not store them, and they do not affect
     other rows and columns.
+
+    With scaled operands, acc must be zero. ``x_scale`` points to the scales of the first row of the tile
+    (``scale_of_row``), ``w_scale`` to those of all of B; ``scaled_rows`` rows of the tile have scales.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -87,7 +144,10 @@ def gemm_tile(
                 b = b_desc.load([k, b_col])
             else:
                 b = b_desc.load([b_col, k]).T
-            acc = td.dot(a, b, acc, PRODUCT.precision)
+            if PRODUCT.scaling == "":
+                acc = td.dot(a, b, acc, PRODUCT.precision)
+            else:
+                acc = _add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
     else:
         offs_m = a_row + tl.arange(0, BLOCK_M)
         offs_n = b_col + tl.arange(0, BLOCK_N)
@@ -104,9 +164,14 @@ def gemm_tile(
         for k in range(0, K, BLOCK_K):
             a = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
             b = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
-            acc = add_product(acc, a, b, PRODUCT.precision)
+            if PRODUCT.scaling == "":
+                acc = add_product(acc, a, b, PRODUCT.precision)
+            else:
+                acc = _add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
     return acc
 
 

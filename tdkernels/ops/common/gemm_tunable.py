@@ -16,7 +16,17 @@ from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
-from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.common.scaling import (
+    FP8,
+    LAYOUTS,
+    Scales,
+    dequantize,
+    is_fp8,
+    layout_of,
+    quantize_ref,
+    scaled_linear,
+)
+from tdkernels.ops.common.tile_config import Tiles, scaled_tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
@@ -58,7 +68,8 @@ class DenseTunable(ConfigTunable):
     """
 
     sizes = ("m", "n", "k")
-    layouts = ("nk", "kn")
+    layouts = ("nk", "kn", *LAYOUTS)
+    dtypes = (*ConfigTunable.dtypes, *(str(dtype).removeprefix("torch.") for dtype in FP8))
     divided: tuple
     op: ModuleType
     launch: ModuleType
@@ -74,7 +85,7 @@ class DenseTunable(ConfigTunable):
         return True
 
     def why_not(self, problem: "Problem") -> str | None:
-        return super().why_not(problem) or self.why_not_divided(problem, self.divided)
+        return super().why_not(problem) or _why_not_scaled(problem) or self.why_not_divided(problem, self.divided)
 
     def layout_of(self, *operands) -> str:
         weight = operands[1] if len(operands) > 1 else None
@@ -97,8 +108,21 @@ class DenseTunable(ConfigTunable):
         return config
 
     def default(self, problem: "Problem", device: torch.device) -> Any:
+        config = self.default_of(problem, device)
+        if not is_scaled(problem) or config.tiles is None:
+            return config
+        return replace(config, tiles=scaled_tiles(config.tiles, problem.layout, device))
+
+    def default_of(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the default config. For scaled operands its tiles are those of 16-bit operands."""
         sizes = self.of_a_rank(problem)
         return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
+
+    def tiles_for(self, problem: "Problem", device: torch.device, tiles: Sequence[Tiles]) -> list[Tiles]:
+        """Return ``tiles``, candidates for 16-bit operands, or those that correspond to them for scaled operands."""
+        if not is_scaled(problem):
+            return list(tiles)
+        return list(dict.fromkeys(scaled_tiles(one, problem.layout, device) for one in tiles))
 
     def suits(self, config: Any, problem: "Problem", device: torch.device) -> bool:
         """Return False if the tiles leave many more SMs idle than the tiles of the default config do.
@@ -125,8 +149,11 @@ class DenseTunable(ConfigTunable):
         self, problem: "Problem", device: torch.device, generator: torch.Generator,
     ) -> tuple[torch.Tensor, ...]:
         m, n, k = self.operand_sizes(problem)
-        dtype = problem.torch_dtype
+        dtype = torch.float32 if is_scaled(problem) else problem.torch_dtype
         x = torch.randn(m, k, generator=generator, dtype=dtype, device=device)
+        if is_scaled(problem):
+            weight = torch.randn(n, k, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
+            return _quantized(x, weight, problem)
         shape = (n, k) if problem.layout == "nk" else (k, n)
         weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
         return x, weight if problem.layout == "nk" else weight.t()
@@ -140,18 +167,65 @@ class DenseTunable(ConfigTunable):
     def reference(
         self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup",
     ) -> torch.Tensor:
-        return getattr(self.op, f"{self.name}_ref")(*operands, group=group)
+        if not is_scaled(problem):
+            return getattr(self.op, f"{self.name}_ref")(*operands, group=group)
+        x, weight, *scales = operands
+        given = scales_of(problem, *scales)
+        if is_fp8(x):
+            return self.by_torch(x, weight, None, given, group)  # type: ignore[attr-defined]
+        full = dequantize(x, given.x), dequantize(weight, given.weight)  # in the wider dtype of the accuracy check
+        return getattr(self.op, f"{self.name}_ref")(*full, group=group)
 
     def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        if is_scaled(problem):
+            x, weight, *scales = operands
+            return lambda: scaled_linear(x, weight, None, scales_of(problem, *scales))
         return lambda: F.linear(*operands)
 
     def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> torch.Tensor:
         if config.method == "torch":
             return self.reference(operands, problem, group)
+        if is_scaled(problem):
+            x, weight, *scales = operands
+            return self.run_scaled(x, weight, None, scales_of(problem, *scales), group, config)  # type: ignore[attr-defined]
         return self.op.run(*operands, None, group, config)
 
     def compile(self, operands: tuple[torch.Tensor, ...], problem: "Problem", config: Any) -> None:
-        self.launch.compile(*operands, None, problem.world_size, config, problem.num_nodes)
+        x, weight, *scales = operands
+        given = scales_of(problem, *scales) if scales else None
+        self.launch.compile(x, weight, None, problem.world_size, config, problem.num_nodes, given)
+
+
+def is_scaled(problem: "Problem") -> bool:
+    """Return whether the operands of a problem are fp8 with scales."""
+    return problem.layout in LAYOUTS
+
+
+def out_bytes(problem: "Problem") -> int:
+    """Return the bytes per element of the output of a problem."""
+    return torch.bfloat16.itemsize if is_scaled(problem) else problem.torch_dtype.itemsize
+
+
+def _why_not_scaled(problem):
+    """Return why the dtype and the layout of a problem do not fit together, or None."""
+    if is_scaled(problem) == (problem.torch_dtype in FP8):
+        return None
+    if is_scaled(problem):
+        return f'layout "{problem.layout}" is for float8_e4m3fn and float8_e5m2, not {problem.dtype}'
+    return f"layout must be one of {', '.join(LAYOUTS)} for {problem.dtype}, not {problem.layout!r}"
+
+
+def scales_of(problem: "Problem", scale_x: torch.Tensor, scale_w: torch.Tensor) -> Scales:
+    """Return the Scales of the operands of a problem."""
+    kind = "block" if problem.layout == layout_of("block", False) else "row"
+    return Scales(scale_x, scale_w, kind, torch.bfloat16, problem.layout == layout_of("row", True))
+
+
+def _quantized(x, weight, problem):
+    """Return (x, weight, scale_x, scale_w) for fp32 operands."""
+    scaling, dtype = "block" if "block" in problem.layout else "row", problem.torch_dtype
+    (x, scale_x), (weight, scale_w) = quantize_ref(x, scaling, dtype), quantize_ref(weight, scaling, dtype, weight=True)
+    return x, weight, scale_x, scale_w
 
 
 def two_operands(operator: str, shapes: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -186,7 +260,7 @@ def call_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
 
 def config_for(
     operator: str, text: str, x: torch.Tensor, weight: torch.Tensor, group: "dist.ProcessGroup",
-    fields: Callable[[], dict[str, Any]],
+    fields: Callable[[], dict[str, Any]], scales: Scales | None = None,
 ) -> Any:
     """Return the resolved config of a call: the config given as ``text``, or the selected one if it is empty.
 
@@ -197,14 +271,17 @@ def config_for(
         weight: 2-D operand.
         group: The group of the call. Selection is collective in the first call with a problem.
         fields: Returns the properties of the call that must be equal on all ranks.
+        scales: The scales of scaled operands.
     """
 
     def problem():
         tunable = tunables.tunable(operator)
-        return tunable.sizes_of(x.shape, weight.shape, world_size=group.size()), tunable.layout_of(x, weight)
+        layout = tunable.layout_of(x, weight) if scales is None else scales.layout
+        return tunable.sizes_of(x.shape, weight.shape, world_size=group.size()), layout
 
     if not text:
-        return select(operator, x, group, call_of(x, weight), lambda: (*problem(), fields())).config
+        call = call_of(x, weight) if scales is None else (*call_of(x, weight), scales.key)
+        return select(operator, x, group, call, lambda: (*problem(), fields())).config
     tunable = tunables.tunable(operator)
     config = from_text(tunable.config_class, text)  # type: ignore[attr-defined]
     if not _leaves_tiles_open(config):

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.gemm_tile import add_product, as_aligned
+from tdkernels.ops.common.gemm_tile import add_product, as_aligned, block_scales, scaled_by_rows
+from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
@@ -90,14 +91,14 @@ def tiles_to_try(rows: int, dtype: torch.dtype, device: torch.device) -> list[Ti
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles, scales: Scales | None = None
 ) -> "tuple[torch.Tensor, int, TensorDescriptor | None, TensorDescriptor | None, dict[str, Any]]":
     """Return ``gemm_operands.product`` for small M.
 
     With 16 rows or fewer, plain loads read the weight as fast as TMA (H200). Descriptors would then only cost host time
     and are not used.
     """
-    return gemm_operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
+    return gemm_operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16, scales=scales)
 
 
 def k_of_part(k: int, tiles: Tiles, split_k: int) -> int:
@@ -142,13 +143,28 @@ def place_of(program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr):
 
 
 @td.jit
+def _add_product(acc, w, x, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
+    """Return acc + w @ x: with block-wise scales, times the scales of the blocks at column k."""
+    if PRODUCT.scaling == "block":
+        scale_x, scale_w = block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT)
+        part = td.dot(w, x, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
+        return acc + part * scale_w[:, None] * scale_x[None, :]
+    elif PRODUCT.scaling == "row":
+        return td.dot(w, x, acc, PRODUCT.precision, PRODUCT.imprecise_k)
+    else:
+        return add_product(acc, w, x, PRODUCT.precision)
+
+
+@td.jit
 def small_m_tile(
     x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT: tl.constexpr,
+    x_scale=None, scaled_rows=0, w_scale=None,
 ):
     """Return x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k to last_k - 1, fp32 [BLOCK_M, BLOCK_N].
 
     The pointer of x addresses [rows, K], its descriptor [planes, rows, K]. first_k is a multiple of BLOCK_K, and so is
-    last_k unless it is K. Rows and columns outside of the operands are undefined.
+    last_k unless it is K. Rows and columns outside of the operands are undefined. K is ``stride_x``. The scales are
+    those of ``gemm_tile``.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -161,7 +177,7 @@ def small_m_tile(
                 w = w_desc.load([k, col]).T
             else:
                 w = w_desc.load([col, k])
-            acc = td.dot(w, x.T, acc, PRODUCT.precision)
+            acc = _add_product(acc, w, x.T, k, stride_x, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
     else:
         offs_m = row + tl.arange(0, BLOCK_M)
         offs_n = col + tl.arange(0, BLOCK_N)
@@ -179,10 +195,13 @@ def small_m_tile(
         for k in range(first_k, last_k, BLOCK_K):
             x = tl.load(x_ptrs, mask=mask_m & (offs_k[:, None] < last_k - k), other=0.0)
             w = tl.load(w_ptrs, mask=mask_n & (offs_k[None, :] < last_k - k), other=0.0)
-            acc = add_product(acc, w, x, PRODUCT.precision)
+            acc = _add_product(acc, w, x, k, stride_x, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
             x_ptrs += BLOCK_K
             w_ptrs += step_w
-    return acc.T
+    acc = acc.T
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
+    return acc
 
 
 @td.jit

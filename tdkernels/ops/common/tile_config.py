@@ -1,12 +1,15 @@
 """Tile of a GEMM: part of every config, and the heuristics that select it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
+
+
+_LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 return f"{name} must be a power of two of at least 16, not {size}"
+        if dtype.itemsize == 1 and self.block_k < _LEAST_BLOCK_K_OF_FP8:
+            return f"block_k must be at least {_LEAST_BLOCK_K_OF_FP8} for {dtype}, not {self.block_k}"
         if self.num_warps not in (1, 2, 4, 8, 16):
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps}"
         if self.group_m < 1 or self.num_stages < 1:
@@ -83,6 +88,26 @@ class Tiles:
     def options(self) -> dict[str, Any]:
         """Return the launch options of the tile."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
+    """Return the tile for fp8 operands that corresponds to a tile for 16-bit operands.
+
+    A step of the main loop has at least 128 elements of K. If products are added to a second accumulator, as for
+    block-wise scales and without fast accumulation, a thread has registers for half as many elements.
+
+    Args:
+        tiles: The tile for 16-bit operands.
+        layout: See ``scaling.layout_of``.
+        device: The device.
+    """
+    if device.type == "cpu":
+        return tiles
+    tiles = replace(tiles, block_k=max(tiles.block_k, 128))
+    if layout != "scaled, fast" and tiles.block_m * tiles.block_n > 64 * 32 * tiles.num_warps:
+        block_m, block_n = min(tiles.block_m, 128), min(tiles.block_n, 128)
+        return replace(tiles, block_m=block_m, block_n=block_n, num_warps=8, num_stages=4)
+    return tiles
 
 
 # Saturates the tensor cores of Hopper.

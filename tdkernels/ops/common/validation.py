@@ -128,6 +128,11 @@ def check_weight(operator: str, weight: torch.Tensor, bias: torch.Tensor | None)
 def check_operands(operator: str, x: Any, weight: Any, bias: Any) -> None:
     """Raise TypeError or ValueError, with the argument and its shape, unless x @ weight.T + bias is valid."""
     check_floats(operator, {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias}))
+    check_shapes(operator, x, weight, bias)
+
+
+def check_shapes(operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError, with the argument and its shape, unless the shapes of x @ weight.T + bias fit."""
     if x.dim() < 2:
         raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {shape_of(x)}")
     if weight.dim() == 2 and x.shape[-1] != weight.shape[1]:

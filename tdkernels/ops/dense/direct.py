@@ -9,7 +9,7 @@ its owner is rank + 1 + ``piece % W``: one tile for each rank, this rank's last.
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import gemm_tile, with_bias
+from tdkernels.ops.common.gemm_tile import gemm_tile, scale_of_row, with_bias
 
 
 @td.jit
@@ -63,18 +63,18 @@ def _send_partial(
 
 @td.jit
 def multiply_and_send(
-    ctx, x_ptr, x_desc, row, rows, w_ptr, w_desc, col, stride_w, N, K, piece, first, num_gemm, per_source, half, signal,
-    me, descs, DTYPE: tl.constexpr, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr, PRODUCT: tl.constexpr, trace,
+    ctx, x_ptr, x_desc, row, rows, w_ptr, w_desc, col, stride_w, N, K, x_scale, w_scale,
+    piece, first, num_gemm, per_source, half, signal, me, descs, DTYPE: tl.constexpr, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr, PRODUCT: tl.constexpr, trace,
 ):
     """Process a work item: compute the partial tile at (row, col) of x [rows, K] @ w.T, and send it to its owner.
 
-    The other arguments are those of ``_send_partial``.
+    ``x_scale`` and ``w_scale`` are the scales of x and w, or None. The other arguments are those of ``_send_partial``.
     """
     owner = (me + 1 + piece % RANKS) % RANKS
     td.mark(trace, "multiplies", owner)
     acc = gemm_tile(
         tl.full((PRODUCT.block_m, PRODUCT.block_n), 0.0, tl.float32), x_ptr, x_desc, 0, row, rows,
-        w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+        w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT, scale_of_row(x_scale, row, K, PRODUCT), rows - row, w_scale,
     )
     partial = td.from_float32(acc, DTYPE)
     if owner == me:

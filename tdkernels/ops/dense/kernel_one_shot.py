@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
+from tdkernels.ops.common.gemm_tile import as_aligned, scale_of_row, with_bias
 from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile
 
@@ -41,7 +41,7 @@ def _send_to_owners(
 
 @td.jit(do_not_specialize=["M", "N", "K", "owned_rows", "stride_w", "k_of_part", "plan", "split_k"])
 def gemm_one_shot_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, scratch_ptr,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, scratch_ptr,
     M, N, K, owned_rows, stride_w, k_of_part, plan, split_k,
     PRODUCT: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
     RANKS: tl.constexpr, trace_ptr=None,
@@ -59,7 +59,7 @@ def gemm_one_shot_kernel(
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.out_bytes
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
@@ -71,7 +71,10 @@ def gemm_one_shot_kernel(
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
     td.mark(trace, "multiplies")
-    acc = small_m_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
+    acc = small_m_tile(
+        x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
+        scale_of_row(x_scale_ptr, row, K, PRODUCT), M - row, w_scale_ptr,
+    )
     sends = True
     if SPLIT:
         td.mark(trace, "joins")
@@ -86,7 +89,7 @@ def gemm_one_shot_kernel(
         if SCATTERS:
             first_row = me * owned_rows
             _send_to_owners(
-                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, PRODUCT.elem_bytes,
+                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, PRODUCT.out_bytes,
                 DTYPE,
             )
         else:

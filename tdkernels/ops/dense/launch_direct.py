@@ -7,6 +7,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
@@ -22,8 +23,8 @@ _STAGES = 3  # slices in flight while partials are added
 
 def shared_memory_bytes(tiles: "Tiles", device: torch.device, dtype: torch.dtype) -> int:
     """Return the shared memory that a kernel needs besides the stages of the main loop: one tile that is being sent."""
-    leaves_by_engine = gpu.has_tma(device) and dtype.itemsize == 2
-    return tiles.block_m * tiles.block_n * dtype.itemsize if leaves_by_engine else 0
+    leaves_by_engine = gpu.has_tma(device) and dtype.itemsize <= 2
+    return tiles.block_m * tiles.block_n * 2 if leaves_by_engine else 0  # the output of fp8 operands has 16 bits
 
 
 def suits(tiles: "Tiles", n: int, k: int, dtype: torch.dtype, device: torch.device, world_size: int) -> bool:
@@ -32,7 +33,7 @@ def suits(tiles: "Tiles", n: int, k: int, dtype: torch.dtype, device: torch.devi
     That is the case for large tiles that the TMA engine loads and sends, with which it was faster than "forward" on two
     H100.
     """
-    by_engine = gpu.capability(device)[0] == 9 and dtype.itemsize == 2 and n % 8 == 0 and k % 8 == 0
+    by_engine = gpu.capability(device)[0] == 9 and dtype.itemsize <= 2 and n % 8 == 0 and k % 8 == 0
     return by_engine and tiles == LARGE and world_size <= MAX_RANKS
 
 
@@ -45,13 +46,15 @@ def check_ranks(operator: str, world_size: int) -> None:
         )
 
 
-def slice_elements(tiles: "Tiles", dtype: torch.dtype, world_size: int, split: int) -> int:
+def slice_elements(
+    tiles: "Tiles", dtype: torch.dtype, world_size: int, split: int, out_dtype: torch.dtype | None = None
+) -> int:
     """Return how many elements of a tile are added at a time: a power of two, whole rows of one of ``split`` parts.
 
     The slices in flight need no more shared memory than the stages of the main loop, so that as many programs fit on an
-    SM.
+    SM. ``out_dtype``: the dtype of partials, if it is not ``dtype``, that of the operands.
     """
-    most = tiles.shared_memory_bytes(dtype) // (_STAGES * world_size * dtype.itemsize)
+    most = tiles.shared_memory_bytes(dtype) // (_STAGES * world_size * (out_dtype or dtype).itemsize)
     part = tiles.block_m * tiles.block_n // split
     return min(max(1 << most.bit_length() - 1, tiles.block_n), part, 4096)
 
@@ -64,28 +67,33 @@ def _tiles_descriptor(memory, slots, half_bytes, tiles):
 
 
 def descriptors(
-    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, tiles: "Tiles", slots: int,
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, tiles: "Tiles", slots: int, out_dtype: torch.dtype,
 ) -> list[TensorDescriptor]:
     """Return descriptors of the data of rank + 1, rank + 2, ..., rank, cached as long as the buffers exist.
 
-    Without TMA there are none.
+    Without TMA there are none, nor for fp32 partials, which would need too much shared memory.
     """
-    if not gemm_operands.tma_fits(x, weight):
+    if not _by_engine(x, weight, out_dtype):
         return []
-    key = "direct", x.dtype, tiles.block_m, tiles.block_n, slots
+    key = "direct", out_dtype, tiles.block_m, tiles.block_n, slots
     found = workspace.launches[key]
     if found is None:
         ranks, me = workspace.world_size, workspace.rank
         buffers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks + 1)]
-        halves = [buffer[workspace.data_offset :].view(x.dtype) for buffer in buffers]
+        halves = [buffer[workspace.data_offset :].view(out_dtype) for buffer in buffers]
         found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
         workspace.launches[key] = found
     return found
 
 
+def _by_engine(x, weight, out_dtype):
+    return gemm_operands.tma_fits(x, weight) and out_dtype.itemsize == 2
+
+
 def arguments(
     ctx: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: Any,
     descs: list[TensorDescriptor], rows: int, plan: int, world_size: int, tiles: "Tiles", split: int, *more: int,
+    scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments and constants of a kernel.
 
@@ -93,30 +101,36 @@ def arguments(
         descs: See ``descriptors``.
         rows: The first size that the kernel takes: M of the output or of a shard.
         split: Parts of a tile that are added as separate work items.
-        more: The last arguments of the kernel, of which the first is the number of programs that multiply.
+        more: The last arguments of the kernel. The first of them is the number of programs that multiply.
+        scales: The scales of scaled operands.
     """
     n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, scales=scales)
     args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, *descs, *[None] * (MAX_RANKS - len(descs)),
+        ctx, x, x_desc, weight, w_desc, bias, *gemm_operands.scale_pointers(scales), z, *descs, *[None] * (MAX_RANKS - len(descs)),
         rows, n, k, stride_w, plan, tiles.group_m, *more,
     )
-    slice_size = slice_elements(tiles, x.dtype, world_size, split)
+    slice_size = slice_elements(tiles, x.dtype, world_size, split, out_dtype_of(x, scales))
     return args, {"SLICE": slice_size, "SPLIT": split, "RANKS": world_size, **constants}
 
 
 def compile(
     kernel: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, tiles: "Tiles",
-    split: int, *more: int,
+    split: int, *more: int, scales: Scales | None = None,
 ) -> None:
-    """Compile a kernel for these operands into Triton's cache, without launching it; ``more`` as for ``arguments``."""
+    """Compile a kernel for these operands into Triton's cache, without launching it.
+
+    ``more`` and ``scales`` as for ``arguments``.
+    """
+    out_dtype = out_dtype_of(x, scales)
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     descs = []
-    if gemm_operands.tma_fits(x, weight):
-        memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
+    if _by_engine(x, weight, out_dtype):
+        memory = x.new_empty(2 * tiles.block_m * tiles.block_n, dtype=out_dtype)
         descs = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * world_size
-    args, constants = arguments(ctx, x, weight, bias, x.new_empty(1), descs, 1, 0, world_size, tiles, split, *more)
+    z = x.new_empty(1, dtype=out_dtype)
+    args, constants = arguments(ctx, x, weight, bias, z, descs, 1, 0, world_size, tiles, split, *more, scales=scales)
     kernel.warmup(*args, grid=(1,), **constants)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
 # If a backward takes the GPU less than _LEAST_S at these rates of an H200, the host takes longer than the GPU to launch
@@ -25,6 +26,17 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def product_of(
+    x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None, first_row: int = 0
+) -> torch.Tensor:
+    """Return x @ weight.T. For scaled operands, x are the rows of the scaled x from ``first_row`` on."""
+    if scales is not None:
+        return scaled_linear(x, weight, None, scales.of_rows(first_row, x.shape[0]))
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    product(x, weight, None, out)
+    return out
 
 
 def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float | None = None) -> bool:

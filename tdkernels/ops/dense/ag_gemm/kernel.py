@@ -19,7 +19,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.signals import NEVER
 from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle, with_bias
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, scale_of_row, swizzle, with_bias
 from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 
@@ -71,6 +71,31 @@ def _selected(one, other, is_one):
     return found
 
 
+@td.jit
+def _scale_row_bytes(K, PRODUCT: tl.constexpr):
+    """Return the bytes of the scales of a row of x."""
+    if PRODUCT.scaling == "block":
+        return (K + 127) // 128 * 4
+    else:
+        return 4
+
+
+@td.jit
+def _scale_of_tile(
+    ctx, x_scale_ptr, half, scales_offset, source, row, M_shard, slot_rows, K, seen, FIXED_HALF: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Return the pointer to the scales of row ``row`` of the shard of rank ``source``; ``seen`` is from the wait."""
+    if FIXED_HALF:
+        return scale_of_row(x_scale_ptr, source * M_shard + row, K, PRODUCT)
+    else:
+        me = td.rank(ctx)
+        gathered = td.consume_token(td.data_at(ctx, half, me) + scales_offset, seen)
+        gathered += source.to(tl.int64) * slot_rows * _scale_row_bytes(K, PRODUCT)
+        base = tl.where(source == me, x_scale_ptr.to(tl.int64), gathered)
+        return scale_of_row(td.pointer_to(base, tl.float32), row, K, PRODUCT)
+
+
 # Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m", "num_late",
@@ -79,7 +104,7 @@ def _selected(one, other, is_one):
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, y_desc,
     w_ptr_2, w_desc_2, bias_ptr_2, y_ptr_2, y_desc_2, w_ptr_3, w_desc_3, bias_ptr_3, y_ptr_3, y_desc_3,
-    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
+    x_scale_ptr, w_scale_ptr, M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
     N_2, stride_w_2, N_3, stride_w_3,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
@@ -88,7 +113,9 @@ def ag_gemm_kernel(
     Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival;
     the last num_late of them begin in round first_late.
 
-    w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None.
+    w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None. Scaled operands have one weight. The data of
+    a half is the gathered rows, [ranks, slot_rows, K], then their scales, [ranks, slot_rows, 1 or ceil(K / 128)]. With
+    FIXED_HALF, x_scale_ptr points to the scales of the rows of all ranks, otherwise to those of this rank's.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
@@ -121,6 +148,12 @@ def ag_gemm_kernel(
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
+    scale_row_bytes = _scale_row_bytes(K, PRODUCT)
+    scales_offset = ranks * slot_bytes
+    scales = None
+    if PRODUCT.scaling != "" and not FIXED_HALF:
+        chunk_scales, shard_scales = chunk_tiles * BLOCK_M * scale_row_bytes, M_shard * scale_row_bytes
+        scales = x_scale_ptr.to(tl.int64), scales_offset, slot_rows * scale_row_bytes, chunk_scales, shard_scales
 
     program = tl.program_id(0)
     if program < num_comm:
@@ -129,7 +162,7 @@ def ag_gemm_kernel(
         push_shard(
             ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
             tl.where(is_void, 0, num_chunks), slot_bytes, program, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
-            trace=trace,
+            trace=trace, scales=scales,
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
@@ -172,11 +205,17 @@ def ag_gemm_kernel(
         seen = td.wait_plan(ctx, signal_ptr, expected, source, FOR_TMA=PRODUCT.use_tma)
         td.mark(trace, "multiplies", source)
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        x_scale = None
+        if PRODUCT.scaling != "":
+            x_scale = _scale_of_tile(
+                ctx, x_scale_ptr, half, scales_offset, source, row, M_shard, slot_rows, K, seen, FIXED_HALF, PRODUCT
+            )
         if PRODUCT.use_tma:
             in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)
             acc = gemm_tile(
                 acc, x_ptr, _selected(x_desc, gathered_desc, is_own), tl.where(is_own, 0, half),
                 tl.where(is_own, row, in_buffer), M_shard, w, b_desc, col, stride, n, K, K, PRODUCT,
+                x_scale, M_shard - row, w_scale_ptr,
             )
         else:
             # A multiple of 16: see slot_rows_of.
@@ -184,6 +223,7 @@ def ag_gemm_kernel(
             rows_ptr = td.pointer_to(tl.where(is_own, x_ptr.to(tl.int64), slot), x_ptr.dtype.element_ty)
             acc = gemm_tile(
                 acc, rows_ptr, None, 0, row, M_shard, w, None, col, stride, n, K, K, PRODUCT,
+                x_scale, M_shard - row, w_scale_ptr,
             )
         y = td.from_float32(with_bias(acc, bias, col + tl.arange(0, BLOCK_N), n, PRODUCT.has_bias), DTYPE)
         td.mark(trace, "stores")

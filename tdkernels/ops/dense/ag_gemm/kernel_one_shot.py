@@ -12,19 +12,20 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
+from tdkernels.ops.common.gemm_tile import as_aligned, scale_of_row, with_bias
 from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile
 
 
 @td.jit
 def _push(
     ctx, x_ptr, half, signal, slot, size, share, pusher, me, ranks,
-    DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = True,
 ):
     """Store the share of program ``pusher`` of this rank's shard in the buffers of all ranks.
 
     The shard has ``size`` elements and begins ``slot`` bytes after the start of a half; the share begins at element
-    ``share * pusher``. A void launch stores nothing: a peer may still read the data of an earlier launch.
+    ``share * pusher``. ALIGNED: both are at multiples of 16 bytes. A void launch stores nothing: a peer may still read
+    the data of an earlier launch.
     """
     offs = tl.arange(0, BLOCK)
     begin = tl.cast(pusher, tl.int64) * share
@@ -32,10 +33,10 @@ def _push(
     for start in range(0, left, BLOCK):
         at = (begin + start) * ELEM_BYTES
         mask = (offs < left - start) & (td.is_void(signal) == 0)
-        block = tl.load(td.pointer_to(x_ptr.to(tl.int64) + at, DTYPE) + offs, mask=mask)
+        block = tl.load(td.pointer_to(x_ptr.to(tl.int64) + at, DTYPE, ALIGNED) + offs, mask=mask)
         for step in range(1, ranks + 1):
             dst = td.data_at(ctx, half, (me + step) % ranks) + slot + at
-            tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
+            tl.store(td.pointer_to(dst, DTYPE, ALIGNED) + offs, block, mask=mask)
 
 
 @td.jit
@@ -60,14 +61,15 @@ def _prefetch_to_l2(
     "M_shard", "N", "K", "stride_w", "slot_rows", "k_of_part", "share", "plan", "num_comm", "split_k",
 ])
 def ag_gemm_one_shot_kernel(
-    ctx, x_ptr, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, scratch_ptr,
+    ctx, x_ptr, gathered_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, y_ptr, scratch_ptr,
     M_shard, N, K, stride_w, slot_rows, k_of_part, share, plan, num_comm, split_k,
     COPY_BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
 ):
     """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
 
     The data of a half is [ranks, slot_rows, K]. Signal number ``source * num_comm + program`` is set when that program
-    of rank ``source`` has stored its share there.
+    of rank ``source`` has stored its share there. With scaled operands, the scales of all rows follow, and program 0
+    sends those of this rank.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -81,12 +83,21 @@ def ag_gemm_one_shot_kernel(
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     epoch, half, signal = td.call(ctx, plan)
+    scale_columns = 1
+    if PRODUCT.scaling == "block":
+        scale_columns = (K + 127) // 128
+    scales_offset = tl.cast(ranks, tl.int64) * slot_rows * K * PRODUCT.elem_bytes
     program = tl.program_id(0)
     if program < num_comm:
         td.mark(trace, "pushes", ALL_PEERS)
         slot = tl.cast(me, tl.int64) * slot_rows * K * PRODUCT.elem_bytes
         size = tl.cast(M_shard, tl.int64) * K
         _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, PRODUCT.elem_bytes, COPY_BLOCK)
+        if PRODUCT.scaling != "":
+            if program == 0:
+                size = M_shard * scale_columns
+                slot = scales_offset + tl.cast(me, tl.int64) * slot_rows * scale_columns * 4
+                _push(ctx, x_scale_ptr, half, signal, slot, size, size, 0, me, ranks, tl.float32, 4, COPY_BLOCK, False)
         # waiter: the programs of all ranks that multiply
         td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
     else:
@@ -103,9 +114,13 @@ def ag_gemm_one_shot_kernel(
         if PRODUCT.use_tma:
             td.fence_before_tma_load()
         td.mark(trace, "multiplies")
+        x_scale = None
+        if PRODUCT.scaling != "":
+            gathered_scales = td.pointer_to(td.data_at(ctx, half, me) + scales_offset, tl.float32)
+            x_scale = scale_of_row(gathered_scales, row, K, PRODUCT)
         acc = small_m_tile(
             td.pointer_to(td.data_at(ctx, half, me), DTYPE), gathered_desc, half, row, rows, K,
-            w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
+            w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT, x_scale, rows - row, w_scale_ptr,
         )
         stores = True
         if SPLIT:

@@ -15,9 +15,11 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.gemm_tunable import product_s, push_rate
+from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_bytes
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, blocks_in_memory
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, WithinCall, bind_uncopied, launch_cached, output_spec
@@ -35,13 +37,14 @@ _COPY_WORDS = 4096
 MAX_WEIGHTS = 3  # of one call of the kernel: each is a separate argument
 
 
-def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None) -> dict[str, Any]:
     """Return the properties of a call that must be equal on all ranks, before a config is selected."""
-    return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
+    fields = {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
+    return fields if scales is None else {**fields, **scales.fields}
 
 
 def _arguments(
-    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late, segment_rows
+    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late, segment_rows, scales=None
 ):
     """Return the arguments and constants of the kernel.
 
@@ -50,7 +53,7 @@ def _arguments(
     """
     tiles = config.tiles
     rows, k = x.shape
-    weights, strides, x_desc, w_descs, constants = gemm_operands.products(x, weights, biases, tiles)
+    weights, strides, x_desc, w_descs, constants = gemm_operands.products(x, weights, biases, tiles, scales)
     constants |= {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half}
     gathered_desc = None
     if constants["PRODUCT"].use_tma:
@@ -66,7 +69,7 @@ def _arguments(
     pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
     unused = MAX_WEIGHTS - len(weights)
     pointers, sizes = pointers + [(None,) * 5] * unused, sizes + [(0, 0)] * unused
-    args = (*before, *chain.from_iterable(pointers), *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
+    args = (*before, *chain.from_iterable(pointers), *gemm_operands.scale_pointers(scales), *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
     return args, constants
 
 
@@ -74,18 +77,21 @@ def _output_descriptors(x, ys, config, segment_rows, constants):
     """Return the descriptor of each output or None, and set the constant STORES."""
     tiles = config.tiles
     constants["STORES"] = stores = num_stores(
-        tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device)
+        tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device), ys[0].element_size()
     )
     whole_tiles = segment_rows == x.shape[0] or segment_rows % tiles.block_m == 0
     by_engine = constants["PRODUCT"].use_tma and whole_tiles and all(y.shape[1] % 8 == 0 for y in ys)
     return [_output_descriptor(y, segment_rows, tiles, stores) if by_engine else None for y in ys]
 
 
-def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int) -> int:
-    """Return in how many column blocks a tile is stored: ``blocks`` of them and the stages fit in shared memory."""
+def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int, out_bytes: int | None = None) -> int:
+    """Return in how many column blocks a tile is stored: ``blocks`` of them and the stages fit in shared memory.
+
+    ``out_bytes``: bytes per element of the output, if they are not those of ``dtype``.
+    """
     free = available - tiles.shared_memory_bytes(dtype) - BARRIER_BYTES
     stores = 1
-    while blocks * tiles.block_m * tiles.block_n * dtype.itemsize > stores * free and (
+    while blocks * tiles.block_m * tiles.block_n * (out_bytes or dtype.itemsize) > stores * free and (
         tiles.block_n // stores > LEAST_STORE
     ):
         stores *= 2
@@ -102,20 +108,21 @@ def _output_descriptor(y, rows, tiles, stores):
 
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "AgGemmConfig",
-    num_nodes: int = 1,
+    num_nodes: int = 1, scales: Scales | None = None,
 ) -> None:
     """Compile the kernel that ``launch`` would launch for these operands, into Triton's cache, without launching it."""
     if x.device.type == "cpu" or config.method != "fused":
         return  # the CPU interprets; the other methods have no kernel that depends on the config
     config = _multinode_config(config, num_nodes)
     if config.transport == "one_shot":
-        return launch_one_shot.compile(x, weight, bias, config)
+        return launch_one_shot.compile(x, weight, bias, config, scales)
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     fixed_half, late = config.transport == "copy_engine", None if num_nodes > 1 else (0, 0)
+    y = x.new_empty(1, weight.shape[0], dtype=out_dtype_of(x, scales))
     args, constants = _arguments(
-        ctx, x, (x, 1, x.shape[0], x.numel()), [weight], [bias], [x.new_empty(1, weight.shape[0])], x.shape[0], 0, 0,
-        fixed_half, config, late, x.shape[0],
+        ctx, x, (x, 1, x.shape[0], x.numel()), [weight], [bias], [y], x.shape[0], 0, 0,
+        fixed_half, config, late, x.shape[0], scales,
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -146,24 +153,25 @@ def _push_config(config):
 
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "AgGemmConfig", keep_gathered: bool = False,
+    config: "AgGemmConfig", keep_gathered: bool = False, scales: Scales | None = None,
 ) -> tuple[torch.Tensor, AsyncAllGather | None]:
-    """Run ag_gemm on 2-D operands with method "fused" or "parts".
+    """Run ag_gemm on 2-D operands with method "fused" or "parts". ``scales``: the scales of scaled operands.
 
     Returns:
         (y, gather). ``gather`` is None unless ``keep_gathered``. Otherwise it holds the gathered x; the caller reads
         ``gather.gathered`` and closes it.
     """
     if config.method == "parts":
-        fields = with_config(problem_fields(x, weight), config)
-        (y,), gather = pipelined.launch(x, [weight], [bias], group, config, fields, keep_gathered)
+        fields = with_config(problem_fields(x, weight, scales), config)
+        of_weights = None if scales is None else [scales]
+        (y,), gather = pipelined.launch(x, [weight], [bias], group, config, fields, keep_gathered, scales=of_weights)
         return y, gather
     config = _multinode_config(config, group_state(group).topology.num_nodes)
     if keep_gathered or config.transport == "copy_engine":
         x, weight, bias = gemm_operands.ready(x, weight, bias)
-        (y,), gather = _launch_with_gather(x, [weight], [bias], group, config, keep_gathered, x.shape[0])
+        (y,), gather = _launch_with_gather(x, [weight], [bias], group, config, keep_gathered, x.shape[0], scales)
         return y, gather
-    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one)
+    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one, scales=_per_row(x, scales))
     return y, None
 
 
@@ -220,13 +228,20 @@ def _ready(x, weights, biases):
 
 def bind(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "AgGemmConfig",
+    config: "AgGemmConfig", scales: Scales | None = None,
 ) -> Launch | None:
     """Return the Launch of a fused call; None if the call needs more than one launch, or copies an operand."""
     config = _multinode_config(config, group_state(group).topology.num_nodes)
-    if config.transport == "copy_engine":
+    if config.transport == "copy_engine" or _per_row(x, scales) is not scales:
         return None
-    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one)
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one, scales=scales)
+
+
+def _per_row(x, scales):
+    """Return the scales with one for each row of x, if all of x has one: scales are gathered with their rows."""
+    if scales is None or scales.x.numel() > 1 or x.shape[0] == 1:
+        return scales
+    return scales._replace(x=scales.x.reshape(1, 1).expand(x.shape[0], 1).contiguous())
 
 
 def _workspace(x, group, config):
@@ -234,28 +249,31 @@ def _workspace(x, group, config):
     return get_workspace(group, x.device, name, across_nodes=True)
 
 
-def _prepare_one(workspace, x, weight, bias, config):
+def _prepare_one(workspace, x, weight, bias, config, scales=None):
     """Return the Launch for one weight."""
     if config.transport == "one_shot":
-        fields = with_config(problem_fields(x, weight), config)
-        return launch_one_shot.prepare(workspace, x, weight, bias, config, fields)
-    return _prepare(workspace, x, [weight], [bias], config, x.shape[0])
+        fields = with_config(problem_fields(x, weight, scales), config)
+        return launch_one_shot.prepare(workspace, x, weight, bias, config, fields, scales)
+    return _prepare(workspace, x, [weight], [bias], config, x.shape[0], scales)
 
 
-def _prepare(workspace, x, weights, biases, config, segment_rows):
+def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     """Return the Launch of the kernel that also sends this rank's shard."""
-    fields = with_config(_fields(x, weights, segment_rows), config)
+    fields = with_config(_fields(x, weights, segment_rows, scales), config)
     rows, k = x.shape
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
-    plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
+    data_bytes = ranks * slot_rows * (k * x.element_size() + row_bytes(scales))
+    plan = workspace.prepare("ag_gemm", fields, data_bytes, ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     memory = gathered, slot_rows, plan, False
-    return _launch_of(workspace, workspace, memory, config.num_comm_sms, x, weights, biases, config, segment_rows)
+    return _launch_of(
+        workspace, workspace, memory, config.num_comm_sms, x, weights, biases, config, segment_rows, scales
+    )
 
 
-def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows):
+def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows, scales=None):
     """Return the Launch of the kernel.
 
     ``order`` checks and orders the launch: the workspace, or WithinCall of it. ``memory`` are the arguments gathered,
@@ -263,21 +281,23 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
     """
     gathered, slot_rows, plan, fixed_half = memory
     topology = workspace.group.topology
-    ys = [output_spec(x, topology.world_size * x.shape[0], weight.shape[0]) for weight in weights]
+    rows, dtype = topology.world_size * x.shape[0], out_dtype_of(x, scales)
+    ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
     pieces, turns = _count(x, weights, num_comm, topology, config)
     programs, late = _programs(x, weights, pieces, num_comm, topology, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late,
-        segment_rows,
+        segment_rows, scales,
     )
     constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
-    operands, fixed = (x, *weights, *biases), (workspace.ctx, gathered[0])
+    operands = (x, *weights, *biases, *gemm_operands.scale_operands(scales))
+    fixed = (workspace.ctx, gathered[0])
     return Launch(order, _kernel(topology.num_nodes), (programs,), args, constants, operands, ys, fixed)
 
 
-def _fields(x, weights, segment_rows):
+def _fields(x, weights, segment_rows, scales=None):
     """Return ``problem_fields`` for any number of weights."""
-    fields = problem_fields(x, weights[0])
+    fields = problem_fields(x, weights[0], scales)
     if len(weights) > 1:
         fields["N/W"] = ", ".join(str(weight.shape[0]) for weight in weights)
     if segment_rows != x.shape[0]:
@@ -286,25 +306,30 @@ def _fields(x, weights, segment_rows):
 
 
 @whole_call
-def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segment_rows):
+def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segment_rows, scales=None):
     """Launch the kernel on the memory of an AsyncAllGather, for the copy engine or because the caller reads it later.
 
-    Returns as ``launch_several``.
+    The scales of scaled operands are gathered first, by a launch of their own. Returns as ``launch_several``.
     """
+    if scales is not None:
+        scales = gathered_scales(x, scales, group)
     if config.transport == "one_shot":
         config = _push_config(config)  # "one_shot" does not keep the gathered x
     copies = config.transport == "copy_engine"
-    fields = with_config(_fields(x, weights, segment_rows), config)
+    fields = with_config(_fields(x, weights, segment_rows, scales), config)
     chunk_rows = config.chunk_tiles * config.tiles.block_m
     gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies)
     gather.begin()
     if copies:
         gather.copy(own=keep_gathered)
-    operands = x, *weights, *biases
-    key = "tiles", config, segment_rows, len(weights), gather.plan, gemm_operands.dot_precision(x.dtype)
-    prepare = lambda x, *rest: _prepare_tiles(  # noqa: E731
-        gather, x, rest[: len(weights)], rest[len(weights) :], config, segment_rows
-    )
+    count = len(weights)
+    operands = x, *weights, *biases, *gemm_operands.scale_operands(scales)
+    key = "tiles", config, segment_rows, count, gather.plan, gemm_operands.dot_precision(x.dtype), scales and scales.key
+
+    def prepare(x, *rest):
+        given = None if scales is None else scales._replace(x=rest[-2], weight=rest[-1])
+        return _prepare_tiles(gather, x, rest[:count], rest[count : 2 * count], config, segment_rows, given)
+
     ys = launch_cached(WithinCall(gather.workspace), key, operands, prepare)
     if keep_gathered:
         return ys, gather
@@ -312,13 +337,13 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
     return ys, None
 
 
-def _prepare_tiles(gather, x, weights, biases, config, segment_rows):
+def _prepare_tiles(gather, x, weights, biases, config, segment_rows, scales):
     """Return the Launch of the kernel on the memory of an AsyncAllGather."""
     workspace, all_rows = gather.workspace, gather.world_size * gather.slot_rows
     memory = (rows_of_buffer(workspace, x), 1, all_rows, all_rows * x.shape[1]), gather.slot_rows, gather.plan, True
     num_comm = 0 if config.transport == "copy_engine" else config.num_comm_sms
     order = WithinCall(workspace)
-    return _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows)
+    return _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows, scales)
 
 
 def _num_chunks(rows, config):

@@ -45,8 +45,9 @@ import torch.nn.functional as F
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.scaling import check_no_scales
 from tdkernels.ops.common.torch_collectives import all_gather_rows
-from tdkernels.ops.dense.ag_gemm import launch, multi
+from tdkernels.ops.dense.ag_gemm import launch, multi, scaled_multi
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
@@ -140,7 +141,9 @@ class _AgGemm(torch.autograd.Function):
 @overload
 def ag_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0,
-    return_gathered: Literal[False] = False, main_grad: torch.Tensor | None = None, group: GroupLike = None,
+    return_gathered: Literal[False] = False, main_grad: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None, scale_w: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False, group: GroupLike = None,
     config: AgGemmConfig | None = None,
 ) -> torch.Tensor: ...
 
@@ -148,7 +151,9 @@ def ag_gemm(
 @overload
 def ag_gemm(
     x: torch.Tensor, weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor | None] | None = None, *, dim: int = 0,
-    return_gathered: Literal[False] = False, main_grad: Sequence[torch.Tensor] | None = None, group: GroupLike = None,
+    return_gathered: Literal[False] = False, main_grad: Sequence[torch.Tensor] | None = None,
+    scale_x: torch.Tensor | None = None, scale_w: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, group: GroupLike = None,
     config: AgGemmConfig | None = None,
 ) -> list[torch.Tensor]: ...
 
@@ -157,37 +162,48 @@ def ag_gemm(
 def ag_gemm(
     x: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor],
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None, *, dim: int = 0, return_gathered: bool,
-    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None, group: GroupLike = None,
+    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None, scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | Sequence[torch.Tensor] | None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False, group: GroupLike = None,
     config: AgGemmConfig | None = None,
 ) -> Any: ...
 
 
 def ag_gemm(
     x: torch.Tensor, weight: Any, bias: Any = None, *, dim: int = 0, return_gathered: bool = False,
-    main_grad: Any = None, group: GroupLike = None, config: AgGemmConfig | None = None,
+    main_grad: Any = None, scale_x: torch.Tensor | None = None, scale_w: Any = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, group: GroupLike = None,
+    config: AgGemmConfig | None = None,
 ) -> Any:
     """All-gather x along its rows, and multiply it by ``weight.T`` while the shards arrive.
 
     If the group spans several nodes, each shard crosses the network once per other node and is relayed there.
 
     Args:
-        x: This rank's rows, [M / W, K] in bf16, fp16 or fp32. Further leading dimensions are flattened and restored:
+        x: This rank's rows, [M / W, K] in bf16, fp16, fp32 or float8. Further leading dimensions are flattened and restored:
             [S / W, B, K] gives [S, B, N / W].
         weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x. Or a list of
             weights [N_i / W, K], such as those of q, k and v: x is gathered once.
         bias: [N / W] in the dtype of x, or None. For a list of weights, a list of the same length, or None.
         dim: The dimension of x that is gathered: 0, or 1 for [B, S / W, K], which gives [B, S, N / W]. Block r of the
             gathered dimension belongs to rank r.
-        return_gathered: Whether the gathered x is returned, too.
+        return_gathered: Whether the gathered x is returned, too; in float8 without its scales.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
             dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM. For
             a list of weights, a list of the same length; all of the weights must then need a gradient.
+        scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M / W, 1]
+            (row-wise), or [M / W, ceil(K / 128)] (block-wise). It is gathered with x; the ranks may have different scales.
+        scale_w: For weight in float8: its scale in fp32, one element, [N / W, 1], or with block-wise scales
+            [ceil(N / W / 128), ceil(K / 128)].
+        out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output.
+        use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
+            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 elements of K.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune). For a
             list of weights it is selected for the sum of the N_i.
 
     Returns:
-        y [M, N / W] in the dtype of x, accumulated in fp32; for a list of weights, a list of outputs. With
+        y [M, N / W] in the dtype of x or ``out_dtype``, accumulated in fp32; for a list of weights, a list of outputs. With
         ``return_gathered``: (y, gathered x), for example [M, K], a new tensor.
 
     Gradient:
@@ -201,7 +217,7 @@ def ag_gemm(
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
-        RuntimeError: In a backward with ``create_graph=True``.
+        RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:
         Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
@@ -213,11 +229,15 @@ def ag_gemm(
         (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
+    if scale_x is not None or scale_w is not None or out_dtype is not None or use_fast_accum:
+        scaling = scale_x, scale_w, out_dtype, use_fast_accum
+        return scaled_multi.call(x, weight, bias, dim, return_gathered, main_grad, *scaling, group, config)
     if return_gathered or dim != 0 or isinstance(weight, LISTS) or isinstance(bias, LISTS):
         return _general(x, weight, bias, dim, return_gathered, main_grad, group, config)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
+    check_no_scales("ag_gemm", x)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("ag_gemm", x, weight, bias)
     check_main_grad("ag_gemm", weight, main_grad)
@@ -240,6 +260,7 @@ def _general(x, weight, bias, dim, return_gathered, main_grad, group, config):
     known, key = lookup_run("ag_gemm, general", group, given, settings)
     if known is not None:
         return _as_returned(known(group, *given), several, return_gathered)
+    check_no_scales("ag_gemm", x)
     x, *others = autograd.apply_autocast(*given)
     weights, biases = others[: len(weights)], others[len(weights) :]
     for one, its_bias in zip(weights, biases, strict=True):

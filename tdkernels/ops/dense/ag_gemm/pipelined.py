@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.scaling import scaled_linear
+from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.symm.whole_call import whole_call
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from tdkernels.ops.common.scaling import Scales
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 def launch(
     x: "torch.Tensor", weights: "Sequence[torch.Tensor]", biases: "Sequence[torch.Tensor | None]",
     group: "dist.ProcessGroup", config: "AgGemmConfig", fields: Mapping[str, Any], keep_gathered: bool,
-    into: "torch.Tensor | None" = None,
+    into: "torch.Tensor | None" = None, scales: "Sequence[Scales] | None" = None,
 ) -> "tuple[list[torch.Tensor], AsyncAllGather | None]":
     """Run ag_gemm with method "parts" for each weight; return (outputs, gather).
 
@@ -37,30 +40,41 @@ def launch(
         config: The config.
         fields: Properties of the call that must be equal on all ranks.
         keep_gathered: As for ``ag_gemm.launch.launch``, and so is ``gather``.
+        scales: The scales of scaled operands, one for each weight; the scales of x are the same.
         into: [W, ..., K] with the elements of x per rank, or None. Each shard is copied to it while later ones arrive.
     """
+    if scales is not None:
+        all_scales = gathered_scales(x, scales[0], group)
+        scales = [one._replace(x=all_scales.x) for one in scales]
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)
     gather = AsyncAllGather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
-    ys = [x.new_empty(gather.world_size, rows, weight.shape[0]) for weight in weights]
-    made = list(zip(weights, biases, ys, strict=True))
+    dtype = x.dtype if scales is None else scales[0].out_dtype
+    ys = [x.new_empty(gather.world_size, rows, weight.shape[0], dtype=dtype) for weight in weights]
+
+    def multiply(part, source, first=0):
+        for number, (weight, bias, y) in enumerate(zip(weights, biases, ys, strict=True)):
+            out = y[source, first : first + part.shape[0]]
+            if scales is None:
+                product(part, weight, bias, out)
+            else:
+                of_part = scales[number].of_rows(source * rows + first, part.shape[0])
+                scaled_linear(part, weight, bias, of_part, out)
+
     with ExitStack() as closing:
         closing.enter_context(gather)
         gather.copy(own=keep_gathered)
         if into is not None:
             gather.copy_out(into, gather.rank)
-        for weight, bias, y in made:
-            product(x, weight, bias, y[gather.rank])
+        multiply(x, gather.rank)
         for step in range(1, gather.world_size):
             source = gather.source(step)
             for number, (first, count) in enumerate(pieces):
                 gather.wait(step, number)
                 if into is not None and number == len(pieces) - 1:
                     gather.copy_out(into, source)
-                part = gather.gathered[source, first : first + count]
-                for weight, bias, y in made:
-                    product(part, weight, bias, y[source, first : first + count])
+                multiply(gather.gathered[source, first : first + count], source, first)
         if keep_gathered:
             closing.pop_all()
     return [y.view(-1, y.shape[2]) for y in ys], gather if keep_gathered else None

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.scaling import scaled_linear
+from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm import launch, op
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
@@ -35,6 +37,12 @@ class AgGemmTunable(dense.DenseTunable):
     config_class = AgGemmConfig
     op, launch, config_module = op, launch, ag_gemm_config
 
+    def by_torch(self, *call: Any) -> torch.Tensor:
+        return scaled.ag_gemm_by_torch(*call)
+
+    def run_scaled(self, *call: Any) -> torch.Tensor:
+        return scaled.run("ag_gemm", *call)
+
     def sizes_of(self, *shapes, world_size: int) -> tuple[int, int, int]:
         x, weight = dense.two_operands("ag_gemm", shapes)
         return world_size * torch.Size(x[:-1]).numel(), world_size * weight[0], weight[1]
@@ -45,14 +53,14 @@ class AgGemmTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
-    def default(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
+    def default_of(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
         sizes = self.of_a_rank(problem)
         return ag_gemm_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
 
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []
-        for tiles in dense.tile_space(device, problem.torch_dtype):
+        for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
             of_a_shard = cdiv(rows, tiles.block_m)
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
                 for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
@@ -64,7 +72,7 @@ class AgGemmTunable(dense.DenseTunable):
         if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
             configs += [
                 AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)
-                for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)
+                for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device))
                 for num_comm in ((2,) if device.type == "cpu" else (16, 32)) for split in (1, 2, 4)
             ]
         return configs
@@ -104,7 +112,11 @@ class AgGemmTunable(dense.DenseTunable):
         return Floors(2 * problem.shape[0] * n * k, wire_bytes)
 
     def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], torch.Tensor]:
-        x, weight = operands
+        x, weight, *scales = operands
+        if dense.is_scaled(problem):
+            full = x.view(torch.uint8).repeat(problem.world_size, 1).view(x.dtype)
+            of_all = dense.scales_of(problem, scales[0].repeat(problem.world_size, 1), scales[1])
+            return lambda: scaled_linear(full, weight, None, of_all)
         full = x.repeat(problem.world_size, 1)
         return lambda: F.linear(full, weight)
 

@@ -85,7 +85,7 @@ def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
     "M", "N", "K", "stride_w", "lag", "reduce_after", "receive_after", "plan", "item_tiles", "group_m",
 ])
 def gemm_ar_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
     COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
@@ -100,7 +100,7 @@ def gemm_ar_kernel(
     N = as_aligned(N, PRODUCT.aligned)
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.out_bytes
     me = td.rank(ctx)
     ranks = RANKS
     epoch, half, signal = td.call(ctx, plan)
@@ -144,8 +144,8 @@ def gemm_ar_kernel(
             elif multiplies:
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
                 answer = multiply_tile(
-                    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-                    PRODUCT, trace,
+                    ctx, x_ptr, x_desc, w_ptr, w_desc, td.pointer_to(dst, z_ptr.dtype.element_ty), staged,
+                    pid_m, pid_n, M, N, K, stride_w, epoch, PRODUCT, trace, x_scale_ptr, w_scale_ptr,
                 )
             elif reduces:
                 td.mark(trace, "waits", me)

@@ -33,7 +33,7 @@ def _exchange(
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
+    TILE_BYTES: tl.constexpr = TILE * PRODUCT.out_bytes
     per_source = 2 * bundles
     data = td.data_at(ctx, half, me)
     sums = owner * per_source + bundles + bundle
@@ -63,7 +63,7 @@ def _exchange(
 # Compiled once per tile and number of ranks, for all shapes and plans. This makes tuning cheap.
 @td.jit(do_not_specialize=["M", "N", "K", "stride_w", "plan", "group_m", "num_gemm"])
 def gemm_ar_direct_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
     M, N, K, stride_w, plan, group_m, num_gemm,
     SLICE: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
@@ -104,6 +104,7 @@ def gemm_ar_direct_kernel(
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             multiply_and_send(
                 ctx, x_ptr, x_desc, pid_m * BLOCK_M, M, w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K,
+                x_scale_ptr, w_scale_ptr,
                 piece, first, num_gemm, per_source, half, signal, me, descs, DTYPE, RANKS, BY_ENGINE, PRODUCT, trace,
             )
             td.mark(trace, "finishes")

@@ -356,8 +356,8 @@ def gemm_ar_nodes_kernel(
             elif role == _MULTIPLY:
                 dst = tl.where(local == own_local, own_parts + own_local * part_bytes, stage)
                 answer = multiply_tile(
-                    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-                    PRODUCT, trace,
+                    ctx, x_ptr, x_desc, w_ptr, w_desc, td.pointer_to(dst, x_ptr.dtype.element_ty), staged,
+                    pid_m, pid_n, M, N, K, stride_w, epoch, PRODUCT, trace,
                 )
             elif role == _SUM:
                 answer = _sum_piece(

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.ops.common.gemm_operands import scale_operands
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.rounding import cdiv
@@ -19,9 +21,10 @@ SPLIT = 2  # parts of a tile that are added and sent as separate work items
 
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
+    scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for these operands into Triton's cache, without launching it."""
-    shared.compile(gemm_ar_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1)
+    shared.compile(gemm_ar_direct_kernel, x, weight, bias, world_size, config.tiles, SPLIT, 1, scales=scales)
 
 
 def _programs(tiles, pieces, num_comm, device, dtype):
@@ -32,7 +35,7 @@ def _programs(tiles, pieces, num_comm, device, dtype):
 
 def prepare(
     workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, Any], scales: Scales | None = None,
 ) -> Launch:
     """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
 
@@ -41,20 +44,21 @@ def prepare(
     """
     world_size = workspace.world_size
     shared.check_ranks("gemm_ar", world_size)
-    m, n = x.shape[0], weight.shape[0]
+    m, n, out_dtype = x.shape[0], weight.shape[0], out_dtype_of(x, scales)
     tiles = config.tiles
     bundles = cdiv(tiles.count(m, n), world_size)
     slots = 2 * bundles * world_size
-    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
+    tile_bytes = tiles.block_m * tiles.block_n * out_dtype.itemsize
     plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, num_flags=bundles)
-    z = output_spec(x, m, n)
-    descs = shared.descriptors(workspace, x, weight, tiles, slots)
+    z = output_spec(x, m, n, dtype=out_dtype)
+    descs = shared.descriptors(workspace, x, weight, tiles, slots, out_dtype)
     num_gemm, fit = _programs(tiles, bundles * world_size, config.num_comm_sms, x.device, x.dtype)
     args, constants = shared.arguments(
-        workspace.ctx, x, weight, bias, z, descs, m, plan, world_size, tiles, SPLIT, num_gemm
+        workspace.ctx, x, weight, bias, z, descs, m, plan, world_size, tiles, SPLIT, num_gemm, scales=scales
     )
     items = bundles * (SPLIT + world_size - 1)
     constants["trace_ptr"] = recorder.buffer(x.device, bundles * world_size + items)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
+    operands = (x, weight, bias, *scale_operands(scales))
     grid = (num_gemm + min(items, fit),)
-    return Launch(workspace, gemm_ar_direct_kernel, grid, args, constants, (x, weight, bias), (z,), fixed)
+    return Launch(workspace, gemm_ar_direct_kernel, grid, args, constants, operands, (z,), fixed)

@@ -33,7 +33,9 @@ import torch.nn.functional as F
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call
 from tdkernels.ops.common.torch_collectives import all_reduce
+from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_ar import launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
@@ -100,22 +102,30 @@ class _GemmAr(torch.autograd.Function):
 
 def gemm_ar(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, main_grad: torch.Tensor | None = None,
-    group: GroupLike = None, config: GemmArConfig | None = None,
+    scale_x: torch.Tensor | None = None, scale_w: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False, group: GroupLike = None, config: GemmArConfig | None = None,
 ) -> torch.Tensor:
     """Multiply x by ``weight.T``, and all-reduce the product while it is computed.
 
     Args:
-        x: This rank's columns, [M, K / W] in bf16, fp16 or fp32, for any M. Further leading dimensions are flattened
+        x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8, for any M. Further leading dimensions are flattened
             and restored: [B, S, K / W] gives [B, S, N].
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
             dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
+        scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M, 1]
+            (row-wise), or [M, ceil(K / W / 128)] (block-wise).
+        scale_w: For weight in float8: its scale in fp32, one element, [N, 1], or with block-wise scales
+            [ceil(N / 128), ceil(K / W / 128)].
+        out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output and of the partials that are sent.
+        use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
+            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 elements of K.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmArConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [M, N] in the dtype of x, bitwise equal on all ranks, summed in fp32 in rank order. If the selected method is
+        z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order. If the selected method is
         "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the ranks of each node are
         summed first, then the sums of the nodes, each rounded to the dtype of x.
 
@@ -128,7 +138,7 @@ def gemm_ar(
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
-        RuntimeError: In a backward with ``create_graph=True``.
+        RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:
         Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
@@ -140,9 +150,13 @@ def gemm_ar(
         Triton-distributed (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
+    if scale_x is not None or scale_w is not None or out_dtype is not None or use_fast_accum:
+        scaling = scale_x, scale_w, out_dtype, use_fast_accum
+        return _scaled(x, weight, bias, main_grad, scaling, group, config)
     known, key = lookup_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
+    check_no_scales("gemm_ar", x)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("gemm_ar", x, weight, bias)
     check_main_grad("gemm_ar", weight, main_grad)
@@ -154,3 +168,10 @@ def gemm_ar(
     z = z.view(*x.shape[:-1], weight.shape[0])
     keep_call(key, "gemm_ar", launch, run, group, x, weight, bias, config, x_rows, z)
     return z
+
+
+def _scaled(x, weight, bias, main_grad, scaling, group, config):
+    """Execute ``gemm_ar`` of scaled operands."""
+    check_scaled_call("gemm_ar", x, main_grad, *scaling)
+    z = scaled.call("gemm_ar", x, weight, bias, *scaling, group, config)
+    return z.view(*x.shape[:-1], weight.shape[0])

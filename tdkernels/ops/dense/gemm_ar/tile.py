@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import gemm_tile, store_rows
+from tdkernels.ops.common.gemm_tile import gemm_tile, scale_of_row, store_rows
 from tdkernels.ops.common.staging import stage_tile
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ _SLICE = 8192  # elements of a tile that a program sums at a time, limited by it
 
 @td.jit
 def multiply_tile(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-    PRODUCT: tl.constexpr, trace,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, dst_ptr, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
+    PRODUCT: tl.constexpr, trace, x_scale=None, w_scale=None,
 ):
-    """Store this rank's partial of a tile at the address ``dst`` and set flag number ``staged``.
+    """Store this rank's partial of a tile at ``dst_ptr`` and set flag number ``staged``.
 
-    Returns the result of ``td.fetch_work_item``.
+    Return the result of ``td.fetch_work_item``.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -29,10 +29,11 @@ def multiply_tile(
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
+        scale_of_row(x_scale, pid_m * BLOCK_M, K, PRODUCT), M - pid_m * BLOCK_M, w_scale,
     )
     answer = td.fetch_work_item(ctx)
     td.mark(trace, "stores")
-    stage_tile(ctx, td.pointer_to(dst, x_ptr.dtype.element_ty), staged, acc, epoch, BLOCK_M, BLOCK_N)
+    stage_tile(ctx, dst_ptr, staged, acc, epoch, BLOCK_M, BLOCK_N)
     return answer
 
 

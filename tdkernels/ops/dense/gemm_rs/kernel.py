@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, scale_of_row, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import sum_of_tile
 from tdkernels.ops.common.staging import copy_out_staged, stage_tile
 from tdkernels.ops.dense.segments import row_in_segments
@@ -29,7 +29,7 @@ from tdkernels.ops.dense.segments import row_in_segments
 # Compiled once per tile, for all shapes, plans and group sizes. This makes tuning cheap.
 @td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m", "segment_rows"])
 def gemm_rs_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m, segment_rows,
     COPY_WORDS: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
@@ -46,7 +46,7 @@ def gemm_rs_kernel(
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
+    TILE_BYTES: tl.constexpr = TILE * PRODUCT.out_bytes
     me = td.rank(ctx)
     ranks = RANKS
     epoch, half, signal = td.call(ctx, plan)
@@ -88,6 +88,7 @@ def gemm_rs_kernel(
                 acc = gemm_tile(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, x_row, ranks * M_shard,
                     w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
+                    scale_of_row(x_scale_ptr, x_row, K, PRODUCT), ranks * M_shard - x_row, w_scale_ptr,
                 )
                 answer = td.fetch_work_item(ctx)
                 if owner != me:

@@ -35,7 +35,7 @@ def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
 # Compiled once per tile, for all shapes and plans. This makes tuning cheap.
 @td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m", "num_gemm", "whole", "segment_rows"])
 def gemm_rs_direct_kernel(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr,
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
     M_shard, N, K, stride_w, plan, group_m, num_gemm, whole, segment_rows,
     SLICE: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
@@ -78,7 +78,7 @@ def gemm_rs_direct_kernel(
             owner = (me + 1 + piece % RANKS) % RANKS
             multiply_and_send(
                 ctx, x_ptr, x_desc, row_in_segments(pid_m * BLOCK_M, owner, RANKS, segment_rows), RANKS * M_shard,
-                w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K,
+                w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, x_scale_ptr, w_scale_ptr,
                 piece, first, num_gemm, tiles, half, signal, me, descs, DTYPE, RANKS, BY_ENGINE, PRODUCT, trace,
             )
             td.mark(trace, "finishes")
@@ -101,8 +101,8 @@ def gemm_rs_direct_kernel(
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal, WITH_OWN=True)
             td.mark(trace, "sums", ALL_PEERS)
             add_partials(
-                ctx, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
-                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), half, None, z_ptr, bias_ptr,
+                ctx, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.out_bytes),
+                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.out_bytes), half, None, z_ptr, bias_ptr,
                 pid_m * BLOCK_M, pid_n * BLOCK_N, begin, end, M_shard, N, SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
             )
             td.mark(trace, "finishes")

@@ -8,6 +8,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
 from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, pipelined
@@ -23,18 +24,19 @@ if TYPE_CHECKING:
     from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 
 
-def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None) -> dict[str, Any]:
     """Return the properties of a call that must be equal on all ranks, before a config is selected."""
-    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+    fields = {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+    return fields if scales is None else {**fields, **scales.fields}
 
 
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows):
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows, scales):
     """Return the kernel's arguments and constants."""
     tiles = config.tiles
     n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, scales=scales)
     args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        ctx, x, x_desc, weight, w_desc, bias, *gemm_operands.scale_pointers(scales), z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m, segment_rows,
     )
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
@@ -42,7 +44,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
 
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "GemmRsConfig",
-    num_nodes: int = 1,
+    num_nodes: int = 1, scales: Scales | None = None,
 ) -> None:
     """Compile the kernel that ``launch`` would launch for these operands, into Triton's cache, without launching it."""
     if x.device.type == "cpu" or config.method != "fused":
@@ -50,28 +52,32 @@ def compile(
     if num_nodes > 1:
         return launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
-        return launch_direct.compile(x, weight, bias, world_size, config)
+        return launch_direct.compile(x, weight, bias, world_size, config, scales)
     if config.transport == "one_shot":
-        return dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=True)
+        return dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=True, scales=scales)
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    stage = x.new_empty(1)
+    z, stage = x.new_empty(1, dtype=out_dtype_of(x, scales)), x.new_empty(1, dtype=out_dtype_of(x, scales))
     rows = x.shape[0]
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, rows, 0, 0, world_size, config, rows)
+    args, constants = _arguments(ctx, x, weight, bias, z, stage, rows, 0, 0, world_size, config, rows, scales)
     gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "GemmRsConfig", segment_rows: int | None = None,
+    config: "GemmRsConfig", segment_rows: int | None = None, scales: Scales | None = None,
 ) -> torch.Tensor:
     """Run gemm_rs on 2-D operands with method "fused" or "parts"; return z.
 
-    ``segment_rows``: the rows of x are [B, W, segment_rows], see ``supports_segments``. None: [W, M / W].
+    Args:
+        segment_rows: The rows of x are [B, W, segment_rows], see ``supports_segments``. None: [W, M / W].
+        scales: The scales of scaled operands.
     """
     if config.method == "parts":
-        return pipelined.launch(x, weight, bias, group, config, with_config(problem_fields(x, weight), config))
-    z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows)
+        fields = with_config(problem_fields(x, weight, scales), config)
+        return pipelined.launch(x, weight, bias, group, config, fields, scales)
+    workspace = _workspace(x, group, config)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare, segment_rows, scales=scales)
     return z
 
 
@@ -84,12 +90,12 @@ def supports_segments(config: "GemmRsConfig", segment_rows: int, group: "dist.Pr
 
 def bind(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
-    config: "GemmRsConfig", segment_rows: int | None = None,
+    config: "GemmRsConfig", segment_rows: int | None = None, scales: Scales | None = None,
 ) -> Launch | None:
-    """Return the Launch of a fused call; None if the call copies an operand. ``segment_rows`` as for ``launch``."""
+    """Return the Launch of a fused call; None if the call copies an operand. Arguments as for ``launch``."""
     if segment_rows is not None and not supports_segments(config, segment_rows, group):
         return None
-    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows)
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows, scales=scales)
 
 
 def _workspace(x, group, config):
@@ -98,9 +104,9 @@ def _workspace(x, group, config):
     return get_workspace(group, x.device, name, across_nodes=across)
 
 
-def _prepare(workspace, x, weight, bias, config, segment_rows):
+def _prepare(workspace, x, weight, bias, config, segment_rows, scales=None):
     """Return the Launch for normalized operands."""
-    fields = with_config(problem_fields(x, weight), config)
+    fields = with_config(problem_fields(x, weight, scales), config)
     if segment_rows is None:
         segment_rows = max(x.shape[0] // workspace.world_size, 1)
     else:
@@ -108,10 +114,10 @@ def _prepare(workspace, x, weight, bias, config, segment_rows):
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":
-        return launch_direct.prepare(workspace, x, weight, bias, config, fields, segment_rows)
+        return launch_direct.prepare(workspace, x, weight, bias, config, fields, segment_rows, scales)
     if config.transport == "one_shot":
-        return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, scatters=True)
-    n = weight.shape[0]
+        return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, True, scales)
+    n, out_dtype = weight.shape[0], out_dtype_of(x, scales)
     world_size = workspace.world_size
     rows = x.shape[0] // world_size
     tiles = config.tiles
@@ -122,16 +128,16 @@ def _prepare(workspace, x, weight, bias, config, segment_rows):
     lag = min(cdiv(gpu.num_sms(x.device), config.item_tiles), items)
     slots = items * config.item_tiles
     plan = workspace.prepare(
-        "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
+        "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * out_dtype.itemsize, world_size * items,
         num_flags=(world_size - 1) * slots,
     )
-    stage = output_spec(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
-    z = output_spec(x, rows, n)
+    stage = output_spec(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n, dtype=out_dtype)
+    z = output_spec(x, rows, n, dtype=out_dtype)
     args, constants = _arguments(
-        workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows
+        workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows, scales
     )
     pieces = world_size * items * (1 + config.item_tiles)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
     constants["trace_ptr"] = recorder.buffer(x.device, pieces)
-    operands, made = (x, weight, bias), (z, stage)
+    operands, made = (x, weight, bias, *gemm_operands.scale_operands(scales)), (z, stage)
     return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -44,7 +44,9 @@ import torch.nn.functional as F
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call
 from tdkernels.ops.common.torch_collectives import reduce_scatter_rows
+from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.backward import gemm_rs_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
@@ -143,12 +145,14 @@ class _GemmRs(torch.autograd.Function):
 
 def gemm_rs(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dim: int = 0,
-    main_grad: torch.Tensor | None = None, group: GroupLike = None, config: GemmRsConfig | None = None,
+    main_grad: torch.Tensor | None = None, scale_x: torch.Tensor | None = None, scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False, group: GroupLike = None,
+    config: GemmRsConfig | None = None,
 ) -> torch.Tensor:
     """Multiply x by ``weight.T``, and reduce-scatter the product along its rows while it is computed.
 
     Args:
-        x: This rank's columns, [M, K / W] in bf16, fp16 or fp32. M must be divisible by W. Further leading dimensions
+        x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8. M must be divisible by W. Further leading dimensions
             are flattened and restored: [S, B, K / W] gives [S / W, B, N], block r of z on rank r.
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
@@ -156,11 +160,18 @@ def gemm_rs(
             by W.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
             dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
+        scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M, 1]
+            (row-wise), or [M, ceil(K / W / 128)] (block-wise).
+        scale_w: For weight in float8: its scale in fp32, one element, [N, 1], or with block-wise scales
+            [ceil(N / 128), ceil(K / W / 128)].
+        out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output and of the partials that are sent.
+        use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
+            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 elements of K.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmRsConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [M / W, N] in the dtype of x, summed in fp32 in rank order. If the selected method is "torch", torch's
+        z [M / W, N] in the dtype of x or ``out_dtype``, summed in fp32 in rank order. If the selected method is "torch", torch's
         reduce-scatter sums in its own order. If the group spans several nodes, the ranks of each node are summed first,
         then the sums of the nodes; the sums of other nodes are rounded to the dtype of x.
 
@@ -174,7 +185,7 @@ def gemm_rs(
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
-        RuntimeError: In a backward with ``create_graph=True``.
+        RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:
         Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
@@ -185,18 +196,19 @@ def gemm_rs(
         Reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858).
     """
     group = resolve_group(group)
+    if scale_x is not None or scale_w is not None or out_dtype is not None or use_fast_accum:
+        scaling = scale_x, scale_w, out_dtype, use_fast_accum
+        return _scaled(x, weight, bias, dim, main_grad, scaling, group, config)
     known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, dim, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
+    check_no_scales("gemm_rs", x)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     validation.check_operands("gemm_rs", x, weight, bias)
     check_main_grad("gemm_rs", weight, main_grad)
     check_dim("gemm_rs", "x", x, dim)
     world_size = group.size()
-    if x.shape[dim] % world_size:
-        raise ValueError(
-            f"gemm_rs: dimension {dim} of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
-        )
+    _check_divisible(x, dim, world_size)
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     segment_rows = segment_rows_of(x, dim, world_size) if dim == 1 and x.shape[0] > 1 and x_rows.shape[0] else None
     check_config("gemm_rs", config, GemmRsConfig, x)
@@ -206,3 +218,31 @@ def gemm_rs(
     more = () if segment_rows is None else (segment_rows,)
     keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z, *more)
     return z
+
+
+def _scaled(x, weight, bias, dim, main_grad, scaling, group, config):
+    """Execute ``gemm_rs`` of scaled operands."""
+    check_scaled_call("gemm_rs", x, main_grad, *scaling)
+    world_size = group.size()
+    rows, scale_x = x, scaling[0]
+
+    def check():
+        check_dim("gemm_rs", "x", x, dim)
+        _check_divisible(x, dim, world_size)
+
+    if dim == 1 and x.dim() == 3 and x.shape[0] > 1 and x.numel() and x.shape[1] % world_size == 0:
+        # Rows are ordered by their owner in a pass of their own, and so are their scales.
+        segment_rows = x.shape[1] // world_size
+        rows = by_rank(x.view(torch.uint8).reshape(-1, x.shape[-1]), segment_rows, world_size).view(x.dtype)
+        if scale_x.numel() > 1:
+            scale_x = by_rank(scale_x.reshape(rows.shape[0], -1), segment_rows, world_size)
+    z = scaled.call("gemm_rs", rows, weight, bias, scale_x, *scaling[1:], group, config, check)
+    return z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
+
+
+def _check_divisible(x, dim, world_size):
+    """Raise ValueError unless the ranks can divide the scattered dimension of x."""
+    if x.shape[dim] % world_size:
+        raise ValueError(
+            f"gemm_rs: dimension {dim} of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
+        )

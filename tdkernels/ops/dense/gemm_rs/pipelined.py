@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
-from tdkernels.ops.dense.vendor_gemm import cut, product
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
+from tdkernels.ops.dense.vendor_gemm import cut, product_of
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 from tdkernels.symm.workspace import refuse_nodes
@@ -23,42 +24,42 @@ if TYPE_CHECKING:
 @whole_call
 def launch(
     x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", group: "dist.ProcessGroup",
-    config: "GemmRsConfig", fields: Mapping[str, Any],
+    config: "GemmRsConfig", fields: Mapping[str, Any], scales: Scales | None = None,
 ) -> "torch.Tensor":
     """Run gemm_rs with method "parts"; ``fields`` must be equal on all ranks."""
-    scatter = start("gemm_rs", fields, x, weight, group, config.pieces)
+    scatter = start("gemm_rs", fields, x, weight, group, config.pieces, out_dtype_of(x, scales))
     with scatter:
-        return scatter.add_to(send_products(scatter, x, weight, config.pieces), bias)
+        return scatter.add_to(send_products(scatter, x, weight, config.pieces, scales), bias)
 
 
 def start(
     operator: str, fields: Mapping[str, Any], x: "torch.Tensor", weight: "torch.Tensor", group: "dist.ProcessGroup",
-    pieces: int,
+    pieces: int, out_dtype: "torch.dtype | None" = None,
 ) -> AsyncReduceScatter:
     """Return the AsyncReduceScatter for x @ weight.T, before its ``begin``.
+
+    ``out_dtype``: the dtype of the product, if it is not that of x.
 
     Raises:
         NotImplementedError: If the group spans several nodes.
     """
     refuse_nodes(operator, group_state(group))
     rows = x.shape[0] // group.size()
-    part_bytes = rows * weight.shape[0] * x.element_size()
+    part_bytes = rows * weight.shape[0] * (out_dtype or x.dtype).itemsize
     return AsyncReduceScatter(operator, fields, part_bytes, group, x.device, len(cut(rows, pieces)), passes_on=False)
 
 
 def send_products(
-    scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.Tensor", pieces: int
+    scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.Tensor", pieces: int, scales: Scales | None = None
 ) -> "torch.Tensor":
     """Compute x @ weight.T, send each peer its rows in ``pieces`` chunks, and return this rank's rows."""
-    ranks, n = scatter.world_size, weight.shape[0]
+    ranks, n, dtype = scatter.world_size, weight.shape[0], out_dtype_of(x, scales)
     by_owner = x.unflatten(0, (ranks, -1))
     spans = cut(by_owner.shape[1], pieces)
     for step in range(1, ranks):
         owner = (scatter.rank + step) % ranks
         for piece, (first, count) in enumerate(spans):
-            part = x.new_empty(count, n)
-            product(by_owner[owner, first : first + count], weight, None, part)
-            scatter.send(owner, part, piece, offset=first * n * x.element_size())
-    own = x.new_empty(by_owner.shape[1], n)
-    product(by_owner[scatter.rank], weight, None, own)
-    return own
+            rows = by_owner[owner, first : first + count]
+            part = product_of(rows, weight, scales, owner * by_owner.shape[1] + first)
+            scatter.send(owner, part, piece, offset=first * n * dtype.itemsize)
+    return product_of(by_owner[scatter.rank], weight, scales, scatter.rank * by_owner.shape[1])

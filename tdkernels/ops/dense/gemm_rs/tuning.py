@@ -7,7 +7,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
-from tdkernels.ops.dense import launch_direct, tuning_direct
+from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
@@ -28,6 +28,12 @@ class GemmRsTunable(dense.DenseTunable):
     config_class = GemmRsConfig
     op, launch, config_module = op, launch, gemm_rs_config
 
+    def by_torch(self, *call: Any) -> torch.Tensor:
+        return scaled.gemm_rs_by_torch(*call)
+
+    def run_scaled(self, *call: Any) -> torch.Tensor:
+        return scaled.run("gemm_rs", *call)
+
     def sizes_of(self, *shapes, world_size: int) -> tuple[int, int, int]:
         x, weight = dense.two_operands("gemm_rs", shapes)
         return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
@@ -43,14 +49,14 @@ class GemmRsTunable(dense.DenseTunable):
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, _ = self.of_a_rank(problem)
         configs = []
-        for tiles in dense.tile_space(device, problem.torch_dtype):
+        for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
             of_a_shard = tiles.count(rows, n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
         if problem.num_nodes == 1 and problem.world_size <= launch_direct.MAX_RANKS:
             configs += [
                 GemmRsConfig(tiles=tiles, transport="direct")
-                for tiles in tuning_direct.candidate_tiles(device, problem.torch_dtype)
+                for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
@@ -58,7 +64,7 @@ class GemmRsTunable(dense.DenseTunable):
         if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
             configs += [
                 GemmRsConfig(tiles=tiles, transport="one_shot", split_k=split)
-                for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device) for split in (1, 2, 4, 8)
+                for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)) for split in (1, 2, 4, 8)
             ]
         return configs
 
@@ -84,13 +90,13 @@ class GemmRsTunable(dense.DenseTunable):
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":
             return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
-        item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
+        item = config.item_tiles * tiles.block_m * tiles.block_n * dense.out_bytes(problem)
         total = wire_bytes / hardware.memory  # to read the partials again and add them
         return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)
 
     def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.operand_sizes(problem)
-        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * problem.torch_dtype.itemsize
+        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * dense.out_bytes(problem)
         return Floors(2 * m * n * k, wire_bytes)
 
 
