@@ -69,7 +69,7 @@ class DenseTunable(ConfigTunable):
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn", *LAYOUTS)
-    dtypes = (*ConfigTunable.dtypes, *(str(dtype).removeprefix("torch.") for dtype in FP8))
+    dtypes = [*ConfigTunable.dtypes, *(str(dtype).removeprefix("torch.") for dtype in FP8)]
     divided: tuple
     op: ModuleType
     launch: ModuleType

@@ -8,7 +8,6 @@ import torch
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
-
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
 

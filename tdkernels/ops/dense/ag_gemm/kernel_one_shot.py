@@ -95,9 +95,9 @@ def ag_gemm_one_shot_kernel(
         _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, PRODUCT.elem_bytes, COPY_BLOCK)
         if PRODUCT.scaling != "":
             if program == 0:
-                size = M_shard * scale_columns
-                slot = scales_offset + tl.cast(me, tl.int64) * slot_rows * scale_columns * 4
-                _push(ctx, x_scale_ptr, half, signal, slot, size, size, 0, me, ranks, tl.float32, 4, COPY_BLOCK, False)
+                count = M_shard * scale_columns
+                at = scales_offset + tl.cast(me, tl.int64) * slot_rows * scale_columns * 4
+                _push(ctx, x_scale_ptr, half, signal, at, count, count, 0, me, ranks, tl.float32, 4, COPY_BLOCK, False)
         # waiter: the programs of all ranks that multiply
         td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
     else:

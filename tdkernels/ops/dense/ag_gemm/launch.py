@@ -168,10 +168,11 @@ def launch(
         return y, gather
     config = _multinode_config(config, group_state(group).topology.num_nodes)
     if keep_gathered or config.transport == "copy_engine":
-        x, weight, bias = gemm_operands.ready(x, weight, bias)
-        (y,), gather = _launch_with_gather(x, [weight], [bias], group, config, keep_gathered, x.shape[0], scales)
+        x, weights, biases = _ready(x, [weight], [bias])
+        (y,), gather = _launch_with_gather(x, weights, biases, group, config, keep_gathered, x.shape[0], scales)
         return y, gather
-    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare_one, scales=_per_row(x, scales))
+    workspace, scales = _workspace(x, group, config), _per_row(x, scales)
+    y, *_ = launch_product(workspace, x, weight, bias, config, _prepare_one, scales=scales)
     return y, None
 
 
