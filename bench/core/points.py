@@ -162,6 +162,11 @@ def read_solo(folder):
     return _read_kind(folder, "solo")
 
 
+def read_scaled(folder):
+    """Return the rows of dense operators with scaled fp8 operands."""
+    return _read_kind(folder, "scaled")
+
+
 def read_models(folder):
     """Return the rows of whole models in frameworks."""
     return _read_kind(folder, "model")

@@ -11,7 +11,7 @@ from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, 
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
-from bench.report import dense, headlines, plots, solo, test_record, torch_operators
+from bench.report import dense, headlines, plots, scaled, solo, test_record, torch_operators
 from bench.report import host as host_report
 from bench.report import rows as all_rows
 from bench.report import tuned as tuned_report
@@ -80,6 +80,7 @@ def pages(rows):
     """Return {relative path: Markdown}: the summary README.md and a page for each family that has rows."""
     families = {
         "dense": ("Dense operators", [dense.text(rows.dense, _link), torch_operators.text(rows.torch_operators)]),
+        "scaled": ("Dense operators with scaled fp8 operands", [scaled.text(rows.scaled)]),
         "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),

@@ -12,7 +12,8 @@ class Rows:
     dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
     others:       JSONL rows as dictionaries: collectives, dispatch and combine, layers of experts and grouped GEMM,
                   flash-decode, sequence parallelism, network primitives, host time per call, configs that the tuner
-                  selected, test runs, solo mode, torch's fused operators, whole models in frameworks
+                  selected, test runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8
+                  operands
     """
 
     dense: tuple = ()
@@ -28,6 +29,7 @@ class Rows:
     solo: tuple = ()
     torch_operators: tuple = ()
     models: tuple = ()
+    scaled: tuple = ()
 
     def __bool__(self):
         return any(vars(self).values())
@@ -41,5 +43,5 @@ def read(folder):
         network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
         tests=points.read_tests(folder), solo=points.read_solo(folder),
         torch_operators=points.read_torch_operators(folder),
-        models=points.read_models(folder),
+        models=points.read_models(folder), scaled=points.read_scaled(folder),
     )

@@ -1,9 +1,10 @@
 """Benchmarks of host time and of torch's fused operators: rehearsals on CPU ranks, and tables from synthetic rows."""
 
 from bench.dense import host
+from bench.dense import scaled as scaled_program
 from bench.dense import torch_operators as operators_of_torch
 from bench.report import host as host_report
-from bench.report import torch_operators
+from bench.report import scaled, torch_operators
 from tdkernels.launch import RankPool
 
 
@@ -61,3 +62,35 @@ def test_torch_operators_are_measured():
         (operator, "tdkernels") for operator in ("gather", "gather and A", "scatter")
     ]
     assert all(0 < host_ms <= ms and kernel is None for _, _, ms, host_ms, kernel in table)
+
+
+def test_table_of_scaled_operators():
+    """The fastest config is compared with the longer of GEMM and wire; absent methods are "–"."""
+    config = {"method": "parts", "pieces": 2}
+    row = {"what": "scaled", "op": "gemm_rs", "m": 8, "n": 4, "k": 2, "layout": "scaled, fast", "ranks": 2,
+           "solo": False, "link_gbps": None, "graph": True, "method": "gemm", "ms": 0.5, "gemm_ms": 0.5, "wire_ms": 1.0,
+           "over_floor": 0.5, "config": None, "gpu": "Testing", "git": "0123456789", "date": "2026-01-02T10",
+           "torch": "2", "triton": "3", "multicast": "off"}
+    rows = [row, {**row, "method": "tdkernels", "ms": 1.5, "over_floor": 1.5},
+            {**row, "method": "parts 1", "ms": 1.25, "over_floor": 1.25, "config": config},
+            {**row, "method": "torch fused", "ms": None, "over_floor": None}]
+    lines = scaled.text([{**row, "date": "2026-01-01", "ms": 9.0}, *rows]).splitlines()
+    assert "### 2 x Testing, CUDA graphs" in lines
+    cells = ["gemm_rs", "8 × 4 × 2", "row, fast", "0.500", "1.000", "–", "–", "–", "1.500", "1.250", "1.25",
+             "pipelined, 2 pieces"]
+    assert f"| {' | '.join(cells)} |" in lines
+    assert lines[-1] == "Fastest over floor, geometric mean (shapes): gemm_rs, row, fast 1.25 (1)."
+    assert scaled.text([]) == ""
+
+
+def test_scaled_operators_are_measured():
+    """All methods that a CPU has are measured, and those of tdkernels have the right result."""
+    operators = scaled_program.REHEARSAL
+    cases = [scaled_program.Case(operator, shapes[0], "scaled by block", 2, None, False, True, True, 1)
+             for operator, shapes in operators.items()]
+    with RankPool(2, "cpu") as pool:
+        tables = [scaled_program._rows(case, pool.run(scaled_program.measure, case, 0)[0]) for case in cases]
+    for case, rows in zip(cases, tables, strict=True):
+        methods = {row["method"] for row in rows}
+        assert methods >= {"gemm, row-wise, fast", "torch", "bf16", "tdkernels", "one_shot 1"}, case
+        assert all(row["absent"] is None and row["ms"] > 0 for row in rows)
