@@ -12,9 +12,10 @@ import triton
 
 from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.ops.collectives.kernel_async_all_gather import await_kernel, notify_kernel
-from tdkernels.ops.collectives.kernel_async_reduce_scatter import add_parts_kernel
+from tdkernels.ops.collectives.kernel_async_reduce_scatter import add_parts_kernel, add_quantized_parts_kernel
+from tdkernels.ops.common.fp8_groups import packed_row_bytes, row_block
 from tdkernels.rounding import round_up
-from tdkernels.runtime.gpu import num_sms
+from tdkernels.runtime.gpu import converts_to_e4m3, num_sms
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,20 @@ class AsyncReduceScatter(AsyncCollective):
             (own, bias), add_parts_kernel, programs, own.numel(), own.shape[1], self._slot_bytes,
             RANKS=self.world_size, ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0,
             HAS_BIAS=bias is not None, BLOCK=block, num_warps=8,
+        )
+        return own
+
+    def add_quantized_to(self, own: "torch.Tensor", bias: "torch.Tensor | None" = None) -> "torch.Tensor":
+        """Do the same as ``add_to`` for parts that are sent as packed rows, see ``ops.common.fp8_groups``."""
+        self._await(1, self.world_size)
+        rows, width = own.shape
+        block, num_warps = row_block(width, self.device)
+        programs = min(rows * triton.cdiv(width, block), 8 * num_sms(self.device))
+        bias = None if bias is None else bias.contiguous()
+        self._launch_on(
+            (own, bias), add_quantized_parts_kernel, programs, rows, width, packed_row_bytes(width), self._slot_bytes,
+            RANKS=self.world_size, ALIGNED=width % 16 == 0 and own.data_ptr() % 16 == 0, HAS_BIAS=bias is not None,
+            CONVERTS=converts_to_e4m3(self.device), BLOCK=block, num_warps=num_warps,
         )
         return own
 

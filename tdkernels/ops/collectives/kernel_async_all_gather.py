@@ -20,8 +20,8 @@ def push_shard(
     the next one, so that all peers can start early. Each rank begins with rank + 1, so that no link is used twice at a
     time.
 
-    ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, their offset in
-    the data of a half, bytes of a slot, bytes of a chunk, bytes of the shard). None: only the shard is sent.
+    ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, their offset in a
+    slot, bytes for a chunk, bytes for the shard). None: only the shard is sent.
     """
     me = td.rank(ctx)
     others = td.num_ranks(ctx) - 1
@@ -35,7 +35,7 @@ def push_shard(
         dst = td.data_at(ctx, half, peer) + slot + start
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
         if scales is not None:
-            _push_scales(ctx, half, chunk, peer, scales)
+            _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)
         # waiter: the peer's tiles of this chunk
         td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
     if COPY_OWN:
@@ -46,12 +46,11 @@ def push_shard(
 
 
 @td.jit
-def _push_scales(ctx, half, chunk, peer, scales):
-    """Store the scales of a chunk at a peer; ``scales`` as for ``push_shard``."""
-    src, offset, slot_bytes, chunk_bytes, shard_bytes = scales
+def _push_scales(slot_at, chunk, scales):
+    """Store the scales of a chunk in the slot at this address of a peer; ``scales`` as for ``push_shard``."""
+    src, offset, chunk_bytes, shard_bytes = scales
     start = chunk * chunk_bytes
-    dst = td.data_at(ctx, half, peer) + offset + td.rank(ctx) * slot_bytes + start
-    td.put(dst, src + start, tl.minimum(chunk_bytes, shard_bytes - start), 512)
+    td.put(slot_at + offset + start, src + start, tl.minimum(chunk_bytes, shard_bytes - start), 512)
 
 
 @td.jit(do_not_specialize=["plan"])

@@ -157,40 +157,61 @@ torch_op.register(
 )
 
 
+def save_for_backward(
+    ctx: Any, x: torch.Tensor, weights: Any, segment_rows: int, group: str, config: str, main_grads: Any
+) -> None:
+    """Save in the context of an autograd Function what ``backward`` needs."""
+    ctx.save_for_backward(x, *weights)
+    ctx.segment_rows, ctx.group, ctx.config, ctx.number = segment_rows, group, config, len(weights)
+    ctx.main_grads = main_grads
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, need_dx: bool, needed: Any, gradients: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Compute the gradients of x, of the weights and of the biases, None for those that are not needed.
+
+    Args:
+        ctx: The context, after ``save_for_backward``.
+        need_dx: Whether the gradient of x is needed.
+        needed: The same for each weight, then for each bias.
+        gradients: The gradients of the outputs, and last of the gathered x if it was returned.
+    """
+    autograd.reject_second_derivatives("ag_gemm")
+    x, *weights = ctx.saved_tensors
+    number = ctx.number
+    need_dweights, need_dbiases = needed[:number], needed[number:]
+    dys, dgathered = gradients[:number], gradients[number] if len(gradients) > number else None
+    dx: torch.Tensor | None = None
+    dweights: list[Any] = [None] * number
+    dbiases: list[Any] = [None] * number
+    dys = without_none(dys, x, weights)
+    if dys:
+        if need_dx or any(need_dweights):
+            dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), joined(weights, 0)
+            dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
+                dy, x, weight, ctx.main_grads, need_dx, any(need_dweights), ctx.group, ctx.config
+            )
+            dweights = divided(dweight, weights, need_dweights, ctx.main_grads)
+        dbiases = bias_gradients(dys, need_dbiases)
+    if need_dx and dgathered is not None:
+        rows = _rows_joined([dgathered], ctx.segment_rows, x.shape[0])
+        own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
+        dx = own if dx is None else dx + own
+    return dx if need_dx else None, dweights, dbiases
+
+
 class _AgGemmMulti(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, segment_rows, return_gathered, group, config, main_grads, number, *weights_and_biases):
         weights, biases = weights_and_biases[:number], weights_and_biases[number:]
-        ctx.save_for_backward(x, *weights)
-        ctx.segment_rows, ctx.group, ctx.config, ctx.number = segment_rows, group, config, number
-        ctx.main_grads = main_grads
-        ctx.set_materialize_grads(False)
+        save_for_backward(ctx, x, weights, segment_rows, group, config, main_grads)
         options = segment_rows, return_gathered, group, config
         return tuple(torch.ops.tdkernels.ag_gemm_multi(x, weights, biases, *options))
 
     @staticmethod
     def backward(ctx, *gradients):
-        autograd.reject_second_derivatives("ag_gemm")
-        x, *weights = ctx.saved_tensors
-        number = ctx.number
-        need_dx, _, _, _, _, _, _, *needed = ctx.needs_input_grad
-        need_dweights, need_dbiases = needed[:number], needed[number:]
-        dys, dgathered = gradients[:number], gradients[number] if len(gradients) > number else None
-        dx, dweights, dbiases = None, [None] * number, [None] * number
-        dys = without_none(dys, x, weights)
-        if dys:
-            if need_dx or any(need_dweights):
-                dy, weight = _rows_joined(dys, ctx.segment_rows, x.shape[0]), joined(weights, 0)
-                dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
-                    dy, x, weight, ctx.main_grads, need_dx, any(need_dweights), ctx.group, ctx.config
-                )
-                dweights = divided(dweight, weights, need_dweights, ctx.main_grads)
-            dbiases = bias_gradients(dys, need_dbiases)
-        if need_dx and dgathered is not None:
-            rows = _rows_joined([dgathered], ctx.segment_rows, x.shape[0])
-            own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
-            dx = own if dx is None else dx + own
-        return dx if need_dx else None, None, None, None, None, None, None, *dweights, *dbiases
+        dx, dweights, dbiases = backward(ctx, ctx.needs_input_grad[0], ctx.needs_input_grad[7:], gradients)
+        return dx, *[None] * 6, *dweights, *dbiases
 
 
 def _rows_joined(gradients, segment_rows, shard_rows):

@@ -108,8 +108,8 @@ def gemm_ar(
     """Multiply x by ``weight.T``, and all-reduce the product while it is computed.
 
     Args:
-        x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8, for any M. Further leading dimensions are flattened
-            and restored: [B, S, K / W] gives [B, S, N].
+        x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8, for any M. Further leading dimensions are
+            flattened and restored: [B, S, K / W] gives [B, S, N].
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
         bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
@@ -120,14 +120,15 @@ def gemm_ar(
             [ceil(N / 128), ceil(K / W / 128)].
         out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output and of the partials that are sent.
         use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
-            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 elements of K.
+            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 or 256 elements of K, depending on the
+            config.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: GemmArConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order. If the selected method is
-        "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the ranks of each node are
-        summed first, then the sums of the nodes, each rounded to the dtype of x.
+        z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order. If the
+        selected method is "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the
+        ranks of each node are summed first, then the sums of the nodes, each rounded to the dtype of x.
 
     Gradient:
         dx = dz @ weight, dweight = dz.T @ x, dbias = dz.sum(0). dz must be equal on all ranks, as z is.

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.common.fp8_groups import scale_of
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
 # Nonzero values of PAYLOAD.quantize: the conversion to fp8.
 BY_INTEGERS = tl.constexpr(1)  # with integer operations
 BY_INSTRUCTION = tl.constexpr(2)  # with the GPU's instruction
-SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 
 
 class Payload(NamedTuple):
@@ -74,12 +74,9 @@ def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexp
     row = tl.load(td.pointer_to(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
     if QUANTIZE:
         quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
-        most = td.max_of(tl.abs(quanta), 1)
-        # Scale the largest magnitude of a quantum to 448, the largest of e4m3. The minimum keeps the factor finite.
-        most = tl.where(most > 0, tl.maximum(most, SMALLEST_QUANTUM), 448.0)
-        largest = tl.full(most.shape, 448.0, tl.float32)
-        codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None], QUANTIZE == BY_INSTRUCTION)
-        return tl.reshape(codes, (BLOCK,)), tl.div_rn(most, largest)
+        factor, quanta_scales = scale_of(td.max_of(tl.abs(quanta), 1))
+        codes = td.to_e4m3(quanta * factor[:, None], QUANTIZE == BY_INSTRUCTION)
+        return tl.reshape(codes, (BLOCK,)), quanta_scales
     else:
         word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
         return row, tl.load(scales.to(tl.pointer_type(SCALE)) + word, mask=(word < scale_words) & there, other=0)
