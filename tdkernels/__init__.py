@@ -12,6 +12,7 @@ Tensor parallelism:
     ag_gemm: all-gather, then GEMM.
     gemm_rs: GEMM, then reduce-scatter.
     gemm_ar: GEMM, then all-reduce.
+    quantize_fp8: fp8 operands and their scales, on one rank.
     AgGemmConfig, GemmRsConfig, GemmArConfig, Tiles: configs, and the tile sizes in them.
 
 Collectives, for small messages:
@@ -104,6 +105,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use o
     from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
     from tdkernels.ops.experts.tp_moe.op import moe_ag_gemm, moe_gemm_rs, tp_moe, tp_moe_ref
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+    from tdkernels.ops.quantize.op import quantize_fp8, quantize_fp8_ref
     from tdkernels.symm import set_timeout, synchronize
 
 __version__ = "0.2.0"
@@ -133,9 +135,9 @@ __all__ = [
     "all_to_all", "all_to_all_ref", "autotune", "column_linear", "column_linear_ref", "copy_to_ranks", "ep_combine",
     "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe",
     "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref", "gather_rows", "gemm_ar", "gemm_ar_ref", "gemm_rs",
-    "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter",
-    "reduce_scatter_ref", "scatter_rows", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref", "ulysses_out",
-    "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
+    "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "quantize_fp8",
+    "quantize_fp8_ref", "reduce_scatter", "reduce_scatter_ref", "scatter_rows", "set_timeout", "synchronize",
+    "tp_moe", "tp_moe_ref", "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]
 
 if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):

@@ -13,6 +13,7 @@ PUBLIC = {  # module: what tdkernels exports of it
     "tdkernels.ops.dense.column_linear.op": ("column_linear", "column_linear_ref"),
     "tdkernels.ops.dense.gemm_ar.op": ("GemmArConfig", "gemm_ar", "gemm_ar_ref"),
     "tdkernels.ops.dense.gemm_rs.op": ("GemmRsConfig", "gemm_rs", "gemm_rs_ref"),
+    "tdkernels.ops.quantize.op": ("quantize_fp8", "quantize_fp8_ref"),
     "tdkernels.ops.collectives.config": ("CollectiveConfig",),
     "tdkernels.ops.collectives.op": (
         "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "reduce_scatter", "reduce_scatter_ref",

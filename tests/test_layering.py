@@ -16,6 +16,7 @@ LAYERS = [
     ("symm",),
     ("runtime", "autotune"),
     ("ops.common",),
+    ("ops.quantize",),
     ("ops.collectives",),
     ("ops.dense", "ops.attention", "ops.experts.grouped_gemm"),
     ("ops.experts.dispatch",),

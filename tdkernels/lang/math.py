@@ -63,8 +63,8 @@ def to_e4m3(x, CONVERTS: tl.constexpr = False):
 
     Args:
         x: fp32.
-        CONVERTS: use the GPU's conversion instruction. NVIDIA GPUs have it from sm_89 on; AMD's gfx942 has a different
-            e4m3 format. False: convert with integer arithmetic.
+        CONVERTS: use the GPU's conversion instruction. Exact on NVIDIA from sm_90 on: on sm_89 Triton rounds to fp16
+            first, and AMD's gfx942 has a different e4m3 format. False: convert with integer arithmetic.
 
     Returns:
         The bits, as uint8.

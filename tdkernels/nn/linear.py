@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.nn.checkpoint import Divided, Part, as_dtensor_like, load_own_parts
+from tdkernels.nn.float8 import check_float8, float8_linear
 from tdkernels.ops.collectives.regions import gather_rows, scatter_rows
 from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm
 from tdkernels.ops.dense.column_linear.op import column_linear
@@ -68,11 +69,14 @@ class _ParallelLinear(Divided):
 
     def __init__(
         self, in_features: int, out_features: int, shape: tuple[int, int], parts: dict[str, Part], *, bias: bool,
-        group: "dist.ProcessGroup", sequence_parallel: bool, seq_dim: int, config: Any,
-        device: torch.device | str | None, dtype: torch.dtype | None,
+        group: "dist.ProcessGroup", sequence_parallel: bool, seq_dim: int, float8: str | None, float8_dweight: bool,
+        config: Any, device: torch.device | str | None, dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         check_seq_dim(type(self).__name__, seq_dim)
+        sizes = {"this rank's number of output features": shape[0], "this rank's number of input features": shape[1]}
+        check_float8(type(self).__name__, float8, float8_dweight, sizes)
+        self.float8, self.float8_dweight = float8, float8_dweight
         self.in_features, self.out_features, self.group, self.config = in_features, out_features, group, config
         self.sequence_parallel, self.seq_dim = sequence_parallel, seq_dim
         self.parts = parts if bias else {"weight": parts["weight"]}
@@ -133,9 +137,19 @@ class _ParallelLinear(Divided):
     def __deepcopy__(self, memo):
         return copy_with_same_group(self, memo)
 
+    def _float8_linear(self, layer, x):
+        """Compute y in float8; ``layer`` is "column" or "row"."""
+        return float8_linear(
+            layer, x, self.weight, self.bias, recipe=self.float8, float8_dweight=self.float8_dweight,
+            dim=self.seq_dim if self.sequence_parallel else None, main_grad=getattr(self.weight, "main_grad", None),
+            group=self.group, config=self.config,
+        )
+
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         sequence = f", sequence_parallel=True, seq_dim={self.seq_dim}" if self.sequence_parallel else ""
+        if self.float8 is not None:
+            sequence += f", float8={self.float8!r}" + ", float8_dweight=True" * self.float8_dweight
         return f"{sizes}{sequence}, rank {self.group.rank()} of {self.group.size()}"
 
 
@@ -158,6 +172,8 @@ class ColumnParallelLinear(_ParallelLinear):
             without ``sequence_parallel``.
         gather_output: Whether to all-gather the output along its last dimension. Set it only if all ranks compute the
             same with y, because the gradient of y is then this rank's columns of it, without communication.
+        float8: None, or "rowwise" or "tensorwise": multiply in float8 with dynamic scales, see the section Float8.
+        float8_dweight: Whether the gradient of the weight is computed in float8, too.
         config: AgGemmConfig with ``sequence_parallel``, otherwise GemmArConfig, as in ``ag_gemm`` and
             ``column_linear``.
         device: Device of the parameters.
@@ -168,7 +184,8 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: Parameter [out / W], or None.
 
     Raises:
-        ValueError: If W does not divide ``out_features``, or ``seq_dim`` is not 0 or 1.
+        ValueError: If W does not divide ``out_features``, ``seq_dim`` is not 0 or 1, or with ``float8`` a size of the
+            weight is no multiple of 16.
 
     Shape:
         With ``sequence_parallel``: x [S / W, B, in] gives y [S, B, out / W]; with seq_dim=1, x [B, S / W, in] gives
@@ -178,6 +195,13 @@ class ColumnParallelLinear(_ParallelLinear):
         The gradients of the weight and the bias are complete for this rank's features: do not all-reduce them over the
         group. The gradient of x is complete: for this rank's rows with ``sequence_parallel``, otherwise on every rank.
         If ``weight.main_grad`` exists, the gradient of the weight is added to it, see ``ag_gemm``.
+
+    Float8:
+        x, the weight and the gradient of y are quantized before each GEMM, and tensors that are gathered are sent in
+        float8. y and the gradients have the dtype of x and of the parameters, which remain in bf16 or fp32, and so do
+        checkpoints. "rowwise" has a scale for each row of an operand and uses e4m3. "tensorwise" has one scale, and
+        uses e5m2 for the gradient of y. The gradient of the weight is computed in the dtype of x, unless
+        ``float8_dweight`` is set. The recipes are those of torchao.float8.
 
     Example:
         >>> up = tdkernels.nn.ColumnParallelLinear(4096, 14336, sequence_parallel=True, device="cuda")
@@ -189,9 +213,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: "GroupLike" = None,
-        sequence_parallel: bool = False, seq_dim: int = 0, gather_output: bool = False,
-        config: AgGemmConfig | GemmArConfig | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False, seq_dim: int = 0, gather_output: bool = False, float8: str | None = None,
+        float8_dweight: bool = False, config: AgGemmConfig | GemmArConfig | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
         resolved = resolve_group(group)
         world_size = resolved.size()
@@ -199,8 +223,8 @@ class ColumnParallelLinear(_ParallelLinear):
         part = Part(0, resolved.rank(), world_size, self.blocks)
         super().__init__(
             in_features, out_features, (out_features // world_size, in_features), {"weight": part, "bias": part},
-            bias=bias, group=resolved, sequence_parallel=sequence_parallel, seq_dim=seq_dim, config=config,
-            device=device, dtype=dtype,
+            bias=bias, group=resolved, sequence_parallel=sequence_parallel, seq_dim=seq_dim, float8=float8,
+            float8_dweight=float8_dweight, config=config, device=device, dtype=dtype,
         )
         self.gather_output = gather_output
 
@@ -211,7 +235,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         weight = self.weight
         main_grad = getattr(weight, "main_grad", None)
-        if self.sequence_parallel:
+        if self.float8 is not None:
+            y = self._float8_linear("column", x)
+        elif self.sequence_parallel:
             y = ag_gemm(
                 x, weight, self.bias, dim=self.seq_dim, main_grad=main_grad, group=self.group, config=self.config
             )
@@ -243,6 +269,8 @@ class RowParallelLinear(_ParallelLinear):
             without ``sequence_parallel``.
         input_is_parallel: Whether x has this rank's input features only, as the output of a ColumnParallelLinear has.
             If not, x has all of them and is equal on all ranks, and so is its gradient.
+        float8: None, or "rowwise" or "tensorwise": multiply in float8 with dynamic scales, see ColumnParallelLinear.
+        float8_dweight: Whether the gradient of the weight is computed in float8, too.
         config: GemmRsConfig with ``sequence_parallel``, otherwise GemmArConfig, as in ``gemm_rs`` and ``gemm_ar``.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
@@ -252,7 +280,8 @@ class RowParallelLinear(_ParallelLinear):
         bias: Parameter [out], equal on all ranks, or None.
 
     Raises:
-        ValueError: If W does not divide ``in_features``, or ``seq_dim`` is not 0 or 1.
+        ValueError: If W does not divide ``in_features``, ``seq_dim`` is not 0 or 1, or with ``float8`` a size of the
+            weight is no multiple of 16.
 
     Shape:
         With ``sequence_parallel``: x [S, B, in / W] gives y [S / W, B, out]; with seq_dim=1, x [B, S, in / W] gives
@@ -272,9 +301,9 @@ class RowParallelLinear(_ParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: "GroupLike" = None,
-        sequence_parallel: bool = False, seq_dim: int = 0, input_is_parallel: bool = True,
-        config: GemmRsConfig | GemmArConfig | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False, seq_dim: int = 0, input_is_parallel: bool = True, float8: str | None = None,
+        float8_dweight: bool = False, config: GemmRsConfig | GemmArConfig | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
         resolved = resolve_group(group)
         world_size = resolved.size()
@@ -282,7 +311,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(
             in_features, out_features, (out_features, in_features // world_size),
             {"weight": Part(1, resolved.rank(), world_size)}, bias=bias, group=resolved,
-            sequence_parallel=sequence_parallel, seq_dim=seq_dim, config=config, device=device, dtype=dtype,
+            sequence_parallel=sequence_parallel, seq_dim=seq_dim, float8=float8, float8_dweight=float8_dweight,
+            config=config, device=device, dtype=dtype,
         )
         self.input_is_parallel = input_is_parallel
 
@@ -290,6 +320,8 @@ class RowParallelLinear(_ParallelLinear):
         """Compute y for x, with the shapes of the class. Collective over the group."""
         if not self.input_is_parallel:
             x = scatter_rows(x.movedim(-1, 0), backward="sum", group=self.group).movedim(0, -1)
+        if self.float8 is not None:
+            return self._float8_linear("row", x)
         weight = self.weight
         main_grad = getattr(weight, "main_grad", None)
         if self.sequence_parallel:

@@ -75,6 +75,9 @@ class SwiGLU(Renamed):
         sequence_parallel: Whether x and y are divided along dimension ``seq_dim``. If not, they are equal on all ranks.
         seq_dim: Dimension of the sequence: 0 for [S, B, H] or [tokens, H], 1 for [B, S, H]. It has no effect without
             ``sequence_parallel``.
+        float8: None, or "rowwise" or "tensorwise", as in ColumnParallelLinear. With "tensorwise", gate and up share
+            the scale of their weight.
+        float8_dweight: As in ColumnParallelLinear.
         config: A pair (config of ``gate_up``, config of ``down``), as in ColumnParallelLinear and RowParallelLinear, or
             None.
         device: Device of the parameters.
@@ -86,7 +89,8 @@ class SwiGLU(Renamed):
         down: RowParallelLinear with the weight [H, I / W] and the bias [H].
 
     Raises:
-        ValueError: If W does not divide ``intermediate``, or ``seq_dim`` is not 0 or 1.
+        ValueError: If W does not divide ``intermediate``, ``seq_dim`` is not 0 or 1, or with ``float8`` a size of a
+            weight is no multiple of 16.
 
     Shape:
         With ``sequence_parallel``, x and y are [S / W, B, H], or [B, S / W, H] with seq_dim=1. Otherwise they are
@@ -103,8 +107,9 @@ class SwiGLU(Renamed):
 
     def __init__(
         self, hidden: int, intermediate: int, bias: bool = False, *, group: "GroupLike" = None,
-        sequence_parallel: bool = False, seq_dim: int = 0, config: tuple[Any, Any] | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False, seq_dim: int = 0, float8: str | None = None, float8_dweight: bool = False,
+        config: tuple[Any, Any] | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         name, self.group = type(self).__name__, resolve_group(group)
@@ -114,8 +119,8 @@ class SwiGLU(Renamed):
         self.part = Part(0, self.group.rank(), self.group.size())  # of gate, and of up
         column_config, row_config = (None, None) if config is None else config
         options: dict[str, Any] = {
-            "group": self.group, "sequence_parallel": sequence_parallel, "seq_dim": seq_dim, "device": device,
-            "dtype": dtype,
+            "group": self.group, "sequence_parallel": sequence_parallel, "seq_dim": seq_dim, "float8": float8,
+            "float8_dweight": float8_dweight, "device": device, "dtype": dtype,
         }
         self.gate_up = _GateUp(hidden, 2 * intermediate, bias, config=column_config, **options)
         self.down = RowParallelLinear(intermediate, hidden, bias, config=row_config, **options)

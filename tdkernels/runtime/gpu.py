@@ -61,8 +61,11 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def converts_to_e4m3(device: torch.device) -> bool:
-    """Return whether the device has instructions that convert fp32 to float8_e4m3fn (NVIDIA sm_89 on)."""
-    return capability(device) >= (8, 9)
+    """Return whether Triton converts fp32 to float8_e4m3fn and float8_e5m2 in one instruction (NVIDIA sm_90 on).
+
+    On sm_89 it converts to fp16 first and rounds that towards zero, which gives other codes.
+    """
+    return capability(device) >= (9, 0)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -31,7 +31,7 @@ def compile_launches(launches, arch):
 
     The launchers ran on a device without an fp8 conversion instruction, so the quantization method is set here.
     """
-    quantize = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
+    quantize = (BY_INSTRUCTION if arch in ("sm_90", "sm_100") else BY_INTEGERS).value
     compiled = []
     for kernel, args, kwargs in launches:
         payload = kwargs.get("PAYLOAD")

@@ -1,0 +1,1 @@
+"""Quantization of matrices to fp8."""

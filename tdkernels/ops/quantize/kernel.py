@@ -1,0 +1,212 @@
+"""Kernels that quantize a matrix to fp8: codes and scales, or the codes of the transposed matrix.
+
+    kernel                      scales                              program
+    quantize_rows_kernel        one per row of x                    a few whole rows
+    quantize_columns_kernel     one per column of x, transposed     a few whole columns
+    quantize_tiles_kernel       given, or one per block             one tile
+
+ALIGNED: the rows of x and of the codes are multiples of 16 elements, and so is the stride of x.
+
+A group with a NaN has the scale NaN. The largest magnitude is therefore a maximum of the bits of fp32 numbers without
+their sign: these are ordered as the numbers are, and NaN is the largest.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import as_aligned
+
+# The argument AXIS of quantize_tiles_kernel: which elements of a tile share a scale.
+ALL_TENSOR = tl.constexpr(-1)  # all tiles do, and the scale is given
+ROW = tl.constexpr(1)  # a row of the tile
+COLUMN = tl.constexpr(0)  # a column of the tile
+TILE = tl.constexpr(2)  # the whole tile
+
+
+class Format(NamedTuple):
+    """An fp8 format: the constexpr argument ``FORMAT``.
+
+    Attributes:
+        mantissa: Bits of the mantissa.
+        bias: Bias of the exponent.
+        largest: Largest finite value.
+        last_code: Code of the largest finite value.
+        fnuz: Whether the code 0x80 is NaN instead of -0.
+        by_instruction: Whether the GPU's conversion instruction is used instead of integer arithmetic.
+    """
+
+    mantissa: int
+    bias: int
+    largest: float
+    last_code: int
+    fnuz: bool
+    by_instruction: bool
+
+
+@td.jit
+def _to_codes_by_integers(x, FORMAT: tl.constexpr):
+    """Convert fp32 to fp8 codes in int32: round to nearest even, saturate. NaN loses its sign."""
+    SHIFT: tl.constexpr = 23 - FORMAT.mantissa
+    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    REBIAS: tl.constexpr = (127 - FORMAT.bias) << FORMAT.mantissa
+    SMALLEST_NORMAL: tl.constexpr = (128 - FORMAT.bias) << 23  # the bits of 2**(1 - bias)
+    # Below it, codes are as far apart as fp32 values at this power of two: adding it rounds.
+    ROUNDING_BITS: tl.constexpr = (127 + 24 - FORMAT.bias - FORMAT.mantissa) << 23
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + HALF + ((magnitude >> SHIFT) & 1) >> SHIFT).to(tl.int32) - REBIAS
+    rounding = tl.full(x.shape, ROUNDING_BITS, tl.int32)
+    small = (tl.abs(x) + rounding.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - rounding
+    code = tl.where(magnitude < SMALLEST_NORMAL, small, tl.minimum(normal, FORMAT.last_code))
+    sign = (bits >> 24 & 0x80).to(tl.int32)
+    if FORMAT.fnuz:
+        code = tl.where(code == 0, 0, code | sign)
+        return tl.where(magnitude > 0x7F800000, 0x80, code)
+    else:
+        return tl.where(magnitude > 0x7F800000, 0x7F, code | sign)
+
+
+@td.jit
+def _to_codes(x, FORMAT: tl.constexpr):
+    """Convert fp32 to fp8 codes in uint8: round to nearest even, saturate. The sign of a NaN is undefined."""
+    if not FORMAT.by_instruction:
+        return _to_codes_by_integers(x, FORMAT).to(tl.uint8)
+    elif FORMAT.mantissa == 3:
+        return td.to_e4m3(x, True)
+    else:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@td.jit
+def _magnitude_bits(x):
+    """Return the bits of |x| in int32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@td.jit
+def _scale_of(bits, FORMAT: tl.constexpr):
+    """Return the scale of a group with the bits of its largest magnitude."""
+    largest = bits.to(tl.float32, bitcast=True)
+    return tl.div_rn(largest, tl.full(largest.shape, FORMAT.largest, tl.float32))
+
+
+@td.jit
+def _scaled_codes(x, scale, FORMAT: tl.constexpr):
+    """Return the codes of x / scale; 0 where the scale is 0. ``scale`` has the shape of x."""
+    is_zero = scale == 0
+    quotient = tl.div_rn(x, tl.where(is_zero, 1.0, scale))
+    return _to_codes(tl.where(is_zero, 0.0, quotient), FORMAT)
+
+
+@td.jit
+def _load_tile(x_ptr, row, column, rows, columns, stride):
+    """Load the elements at (row, column) as fp32; 0 outside of the matrix."""
+    offs = row[:, None].to(tl.int64) * stride + column[None, :]
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    return td.to_float32(tl.load(x_ptr + offs, mask=mask, other=0.0))
+
+
+@td.jit
+def _store_tile(codes_ptr, codes, row, column, rows, columns, TRANSPOSE: tl.constexpr):
+    """Store the codes of the elements at (row, column), in rows or in columns of the codes."""
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    if TRANSPOSE:
+        offs = column[None, :].to(tl.int64) * rows + row[:, None]
+    else:
+        offs = row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(codes_ptr + offs, codes, mask=mask)
+
+
+@td.jit(do_not_specialize=["rows", "columns", "stride"])
+def quantize_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, rows, columns, stride,
+    FORMAT: tl.constexpr, ALIGNED: tl.constexpr, ONE_PASS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    """Quantize x [rows, columns] with a scale per row. ONE_PASS: a row has at most BLOCK_C elements, read once."""
+    columns, stride = as_aligned(columns, ALIGNED), as_aligned(stride, ALIGNED)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    lane = tl.arange(0, BLOCK_C)
+    if ONE_PASS:
+        x = _load_tile(x_ptr, row, lane, rows, columns, stride)
+        scale = _scale_of(td.max_of(_magnitude_bits(x), 1), FORMAT)
+        codes = _scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+        _store_tile(codes_ptr, codes, row, lane, rows, columns, False)
+    else:
+        largest = tl.full((BLOCK_R, BLOCK_C), 0, tl.int32)
+        for first in range(0, columns, BLOCK_C):
+            x = _load_tile(x_ptr, row, first + lane, rows, columns, stride)
+            largest = tl.maximum(largest, _magnitude_bits(x))
+        scale = _scale_of(td.max_of(largest, 1), FORMAT)
+        for first in range(0, columns, BLOCK_C):
+            x = _load_tile(x_ptr, row, first + lane, rows, columns, stride)
+            codes = _scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+            _store_tile(codes_ptr, codes, row, first + lane, rows, columns, False)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+
+
+@td.jit(do_not_specialize=["rows", "columns", "stride"])
+def quantize_columns_kernel(
+    x_ptr, codes_ptr, scale_ptr, rows, columns, stride,
+    FORMAT: tl.constexpr, ALIGNED: tl.constexpr, ONE_PASS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    """Quantize x.T with a scale per column of x; the codes are [columns, rows].
+
+    ONE_PASS: a column has at most BLOCK_R elements, read once.
+    """
+    columns, stride, rows = as_aligned(columns, ALIGNED), as_aligned(stride, ALIGNED), as_aligned(rows, ALIGNED)
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    lane = tl.arange(0, BLOCK_R)
+    if ONE_PASS:
+        x = _load_tile(x_ptr, lane, column, rows, columns, stride)
+        scale = _scale_of(td.max_of(_magnitude_bits(x), 0), FORMAT)
+        codes = _scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
+        _store_tile(codes_ptr, codes, lane, column, rows, columns, True)
+    else:
+        largest = tl.full((BLOCK_R, BLOCK_C), 0, tl.int32)
+        for first in range(0, rows, BLOCK_R):
+            x = _load_tile(x_ptr, first + lane, column, rows, columns, stride)
+            largest = tl.maximum(largest, _magnitude_bits(x))
+        scale = _scale_of(td.max_of(largest, 0), FORMAT)
+        for first in range(0, rows, BLOCK_R):
+            x = _load_tile(x_ptr, first + lane, column, rows, columns, stride)
+            codes = _scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
+            _store_tile(codes_ptr, codes, first + lane, column, rows, columns, True)
+    tl.store(scale_ptr + column, scale, mask=column < columns)
+
+
+@td.jit(do_not_specialize=["rows", "columns", "stride"])
+def quantize_tiles_kernel(
+    x_ptr, codes_ptr, scale_ptr, rows, columns, stride,
+    FORMAT: tl.constexpr, ALIGNED: tl.constexpr, AXIS: tl.constexpr, TRANSPOSE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Quantize a tile of x [rows, columns], or of x.T.
+
+    With ALL_TENSOR, ``scale_ptr`` has the scale. Otherwise the scales are stored there: one per tile and row of the
+    codes with ROW or COLUMN, and one per tile with TILE.
+    """
+    ALIGNED_ROWS: tl.constexpr = ALIGNED and TRANSPOSE
+    columns, stride, rows = as_aligned(columns, ALIGNED), as_aligned(stride, ALIGNED), as_aligned(rows, ALIGNED_ROWS)
+    tiles_r, tiles_c = (rows + BLOCK_R - 1) // BLOCK_R, (columns + BLOCK_C - 1) // BLOCK_C
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, column = tile_r * BLOCK_R + tl.arange(0, BLOCK_R), tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    x = _load_tile(x_ptr, row, column, rows, columns, stride)
+    if AXIS == ALL_TENSOR:
+        each = tl.full((BLOCK_R, BLOCK_C), 1.0, tl.float32) * tl.load(scale_ptr)
+    elif AXIS == ROW:
+        scale = _scale_of(td.max_of(_magnitude_bits(x), 1), FORMAT)
+        tl.store(scale_ptr + row.to(tl.int64) * tiles_c + tile_c, scale, mask=row < rows)
+        each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
+    elif AXIS == COLUMN:
+        scale = _scale_of(td.max_of(_magnitude_bits(x), 0), FORMAT)
+        tl.store(scale_ptr + column.to(tl.int64) * tiles_r + tile_r, scale, mask=column < columns)
+        each = tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C))
+    else:
+        largest = td.max_of(td.max_of(_magnitude_bits(x), 1), 0)
+        scale = _scale_of(tl.full((1,), 0, tl.int32) + largest, FORMAT)
+        place = tile_c * tiles_r + tile_r if TRANSPOSE else tile_r * tiles_c + tile_c
+        tl.store(scale_ptr + place + tl.arange(0, 1), scale)
+        each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
+    _store_tile(codes_ptr, _scaled_codes(x, each, FORMAT), row, column, rows, columns, TRANSPOSE)

@@ -1,0 +1,34 @@
+"""Launches of the kernels that quantize to fp8."""
+
+import torch
+
+from tdkernels.ops.quantize import launch
+from tests.compiled.targets import BF16, FP32
+from tests.support.aot import pointer, recorded_launches
+
+BY_INSTRUCTION = ("sm_90", "sm_100")  # ``gpu.converts_to_e4m3``
+
+
+def quantize_launches(arch, dtype=torch.float8_e4m3fn):
+    """Return {name: (kernel, args, kwargs)}, with the conversion that ``arch`` uses."""
+    x, narrow, scale = torch.empty(512, 4096, dtype=BF16), torch.empty(40, 72, dtype=FP32), pointer(FP32)[:1]
+    calls = {
+        "rows": lambda: launch.by_row(x, dtype, False),
+        "rows, not aligned": lambda: launch.by_row(narrow, dtype, False),
+        "long rows": lambda: launch.by_row(x.view(64, -1), dtype, False),
+        "columns": lambda: launch.by_row(x, dtype, True),
+        "short columns": lambda: launch.by_row(narrow, dtype, True),
+        "blocks": lambda: launch.by_block(x, dtype, False, False),
+        "blocks, transposed": lambda: launch.by_block(x, dtype, False, True),
+        "blocks of a weight": lambda: launch.by_block(x, dtype, True, False),
+        "blocks of a weight, transposed": lambda: launch.by_block(narrow, dtype, True, True),
+        "given": lambda: launch.by_tensor(x, scale, dtype, False),
+        "given, transposed": lambda: launch.by_tensor(x, scale, dtype, True),
+    }
+    found = {}
+    for name, call in calls.items():
+        with recorded_launches(launch) as launches:
+            call()
+        ((kernel, args, kwargs),) = launches
+        found[name] = kernel, args, {**kwargs, "FORMAT": launch.format_for(dtype, arch in BY_INSTRUCTION)}
+    return found
