@@ -180,7 +180,7 @@ def explain(
         shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # type: ignore
         shapes = tunable.sizes_of(*shapes, world_size=world_size)
     local_world_size = world_size if state is None else state.likely_local_world_size
-    layout = layout or tunable.layouts[0]
+    layout = layout or tunable.default_layout(dtype)
     problem = Problem.on(device, name, shapes, dtype, layout, world_size, local_world_size)  # type: ignore[arg-type]
     reason = tunable.why_not(problem)
     if reason is not None:

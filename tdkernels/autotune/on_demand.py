@@ -59,7 +59,10 @@ def _warn_once(tunable, problem):
         return
     _warned.add(table_of)
     sizes = "x".join(map(str, problem.shape))
-    layout = "" if problem.layout == tunable.layouts[0] else f" --layout {shlex.quote(problem.layout)}"
+    usual = tunable.default_layout(problem.torch_dtype)
+    layout = "" if problem.layout == usual else f" --layout {shlex.quote(problem.layout)}"
+    if problem.torch_dtype.itemsize == 1:
+        layout = f" --dtype fp8{layout}"
     _log.warning(
         "%s runs with a default config: there is no table of %s for this GPU. Tune it once: python -m tdkernels tune "
         "%s --shape %s%s --nproc %d", problem, problem.operator, problem.operator, sizes, layout, problem.world_size,

@@ -97,6 +97,10 @@ class Tunable(ABC):
             ValueError: If the shapes do not fit together.
         """
 
+    def default_layout(self, dtype: torch.dtype) -> str:
+        """Return the layout of a problem that is given by its sizes and dtype alone."""
+        return self.layouts[0]
+
     @abstractmethod
     def layout_of(self, *operands) -> str:
         """Return the layout of operands. Each operand is a tensor or only a shape."""

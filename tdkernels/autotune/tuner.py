@@ -90,7 +90,7 @@ def tune(
     group = resolve_group(group)
     state = group_state(group)
     device = with_index(device_of(group) if device is None else torch.device(device))
-    layout = layout or tunable.layouts[0]
+    layout = layout or tunable.default_layout(dtype)
     problem = Problem.on(device, operator, sizes, dtype, layout, state.world_size, state.local_world_size)
     reason = tunable.why_not(problem)
     if reason is not None:

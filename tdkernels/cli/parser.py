@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tdkernels.cli.suggest import did_you_mean
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # torch's names
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}  # torch's names
 TRACED = (
     "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
     "moe_gemm_rs", "ulysses_out", "ulysses_qkv",

@@ -145,7 +145,8 @@ def _possible(jobs, options, ranks, device):
     asked = {parse_sizes(text, "x", "--shape") for text in options.shape}
     left = []
     for job in jobs:
-        dtype, layout = DTYPES[options.dtype], options.layout or tunable(job.operator).layouts[0]
+        dtype = DTYPES[options.dtype]
+        layout = options.layout or tunable(job.operator).default_layout(dtype)
         problem = Problem.on(device, job.operator, job.shape, dtype, layout, ranks, ranks)
         reason = tunable(job.operator).why_not(problem)
         if reason is not None and job.shape in asked:

@@ -47,7 +47,7 @@ def record_operator(
     device, group = rank_device(), resolve_group()
     world_size = group.size()
     tuned = tunable(operator)
-    problem = Problem.on(device, operator, shape, dtype, layout or tuned.layouts[0], world_size, world_size)
+    problem = Problem.on(device, operator, shape, dtype, layout or tuned.default_layout(dtype), world_size, world_size)
     config = _config(problem, device, group, changes)
     sets = [tuned.operands(problem, device, _generator(device, seed)) for seed in (0, 1)]
     sets = [tuned.prepared(operands, problem, group, config) for operands in sets]

@@ -177,8 +177,8 @@ def launch_product(
     """Run ``launch_cached`` for a dense operator; return the tensors that the launch allocated, outputs first.
 
     Args:
-        prepare: (workspace, x, weight, bias, config, *more) -> Launch, called with normalized operands (``ready``). With
-            ``scales`` it has a keyword argument of this name.
+        prepare: (workspace, x, weight, bias, config, *more) -> Launch, called with normalized operands (``ready``), and
+            with the keyword argument ``scales`` if there are scales.
         more: Other properties of the launch.
         scales: The scales of scaled operands.
     """

@@ -76,25 +76,36 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 
 @td.jit
-def _add_scaled(acc, a, b, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
+def add_scaled(acc, a, b, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
     """Return acc plus the product of two blocks: with block-wise scales, times the scales of the blocks at column k."""
     if PRODUCT.scaling == "block":
         # Loaded before the product, which hides the latency of the loads.
         scale_x, scale_w = block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT)
         part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
-        return acc + part * scale_x[:, None] * scale_w[None, :]
+        if PRODUCT.block_n <= 128:
+            return acc + part * (scale_x * scale_w)[:, None]
+        else:
+            return acc + part * scale_x[:, None] * scale_w[None, :]
     else:
         return td.dot(a, b, acc, PRODUCT.precision, PRODUCT.imprecise_k)
 
 
 @td.jit
 def block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
-    """Return the block-wise scales of the rows and of the columns of a tile, for the blocks at column k."""
+    """Return the block-wise scales of the rows and of the columns of a tile, for the blocks at column k.
+
+    A tile with at most 128 columns lies in one block, so the second is a scalar. A thread loads it once, instead of
+    once for each of its columns.
+    """
     blocks = (K + 127) // 128
     offs_m = tl.arange(0, PRODUCT.block_m)
     scale_x = tl.load(x_scale + offs_m * blocks + k // 128, mask=offs_m < rows, other=0.0)
-    offs_n = col + tl.arange(0, PRODUCT.block_n)
-    scale_w = tl.load(w_scale + offs_n // 128 * blocks + k // 128, mask=offs_n < N, other=0.0)
+    w_ptr = w_scale + col // 128 * blocks + k // 128
+    scale_w = tl.load(w_ptr)
+    if PRODUCT.block_n > 128:
+        tl.static_assert(PRODUCT.block_n == 256)
+        other = tl.load(w_ptr + blocks, mask=col + 128 < N, other=0.0)
+        scale_w = tl.where(tl.arange(0, 256) < 128, scale_w, other)
     return scale_x, scale_w
 
 
@@ -147,7 +158,7 @@ def gemm_tile(
             if PRODUCT.scaling == "":
                 acc = td.dot(a, b, acc, PRODUCT.precision)
             else:
-                acc = _add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
+                acc = add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
     else:
         offs_m = a_row + tl.arange(0, BLOCK_M)
         offs_n = b_col + tl.arange(0, BLOCK_N)
@@ -167,7 +178,7 @@ def gemm_tile(
             if PRODUCT.scaling == "":
                 acc = add_product(acc, a, b, PRODUCT.precision)
             else:
-                acc = _add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
+                acc = add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
     if PRODUCT.scaling == "row":

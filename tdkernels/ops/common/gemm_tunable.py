@@ -16,17 +16,15 @@ from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
-from tdkernels.ops.common.scaling import (
-    FP8,
-    LAYOUTS,
-    Scales,
-    dequantize,
-    is_fp8,
-    layout_of,
-    quantize_ref,
-    scaled_linear,
+from tdkernels.ops.common.scaled_problem import (
+    is_scaled,
+    prefers_torch_gemm,
+    quantized_operands,
+    scales_of,
+    why_not_scaled,
 )
-from tdkernels.ops.common.tile_config import Tiles, scaled_tiles
+from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, scaled_linear
+from tdkernels.ops.common.tile_config import Tiles, scaled_candidates, scaled_tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
@@ -85,9 +83,14 @@ class DenseTunable(ConfigTunable):
         return True
 
     def why_not(self, problem: "Problem") -> str | None:
-        return super().why_not(problem) or _why_not_scaled(problem) or self.why_not_divided(problem, self.divided)
+        return super().why_not(problem) or why_not_scaled(problem) or self.why_not_divided(problem, self.divided)
+
+    def default_layout(self, dtype: torch.dtype) -> str:
+        return LAYOUTS[0] if dtype in FP8 else self.layouts[0]
 
     def layout_of(self, *operands) -> str:
+        if is_fp8(operands[0]):
+            return LAYOUTS[0]
         weight = operands[1] if len(operands) > 1 else None
         return "kn" if isinstance(weight, torch.Tensor) and gemm_operands.lies_as_kn(weight) else "nk"
 
@@ -111,6 +114,9 @@ class DenseTunable(ConfigTunable):
         config = self.default_of(problem, device)
         if not is_scaled(problem) or config.tiles is None:
             return config
+        m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
+        if hasattr(config, "pieces") and problem.num_nodes == 1 and prefers_torch_gemm(problem, m, n, k, device):
+            return self.config_class(method="parts")
         return replace(config, tiles=scaled_tiles(config.tiles, problem.layout, device))
 
     def default_of(self, problem: "Problem", device: torch.device) -> Any:
@@ -122,7 +128,7 @@ class DenseTunable(ConfigTunable):
         """Return ``tiles``, candidates for 16-bit operands, or those that correspond to them for scaled operands."""
         if not is_scaled(problem):
             return list(tiles)
-        return list(dict.fromkeys(scaled_tiles(one, problem.layout, device) for one in tiles))
+        return scaled_candidates(tiles, problem.layout, device)
 
     def suits(self, config: Any, problem: "Problem", device: torch.device) -> bool:
         """Return False if the tiles leave many more SMs idle than the tiles of the default config do.
@@ -153,14 +159,14 @@ class DenseTunable(ConfigTunable):
         x = torch.randn(m, k, generator=generator, dtype=dtype, device=device)
         if is_scaled(problem):
             weight = torch.randn(n, k, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
-            return _quantized(x, weight, problem)
+            return quantized_operands(x, weight, problem)
         shape = (n, k) if problem.layout == "nk" else (k, n)
         weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
         return x, weight if problem.layout == "nk" else weight.t()
 
     def reference_bytes(self, problem: "Problem") -> int:
         m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
-        wide = 2 * problem.torch_dtype.itemsize
+        wide = 8 if is_scaled(problem) else 2 * problem.torch_dtype.itemsize
         # The whole x, the weight, and three matrices of the size of the product for the comparison.
         return wide * (m * k + n * k + 3 * m * n)
 
@@ -194,38 +200,6 @@ class DenseTunable(ConfigTunable):
         x, weight, *scales = operands
         given = scales_of(problem, *scales) if scales else None
         self.launch.compile(x, weight, None, problem.world_size, config, problem.num_nodes, given)
-
-
-def is_scaled(problem: "Problem") -> bool:
-    """Return whether the operands of a problem are fp8 with scales."""
-    return problem.layout in LAYOUTS
-
-
-def out_bytes(problem: "Problem") -> int:
-    """Return the bytes per element of the output of a problem."""
-    return torch.bfloat16.itemsize if is_scaled(problem) else problem.torch_dtype.itemsize
-
-
-def _why_not_scaled(problem):
-    """Return why the dtype and the layout of a problem do not fit together, or None."""
-    if is_scaled(problem) == (problem.torch_dtype in FP8):
-        return None
-    if is_scaled(problem):
-        return f'layout "{problem.layout}" is for float8_e4m3fn and float8_e5m2, not {problem.dtype}'
-    return f"layout must be one of {', '.join(LAYOUTS)} for {problem.dtype}, not {problem.layout!r}"
-
-
-def scales_of(problem: "Problem", scale_x: torch.Tensor, scale_w: torch.Tensor) -> Scales:
-    """Return the Scales of the operands of a problem."""
-    kind = "block" if problem.layout == layout_of("block", False) else "row"
-    return Scales(scale_x, scale_w, kind, torch.bfloat16, problem.layout == layout_of("row", True))
-
-
-def _quantized(x, weight, problem):
-    """Return (x, weight, scale_x, scale_w) for fp32 operands."""
-    scaling, dtype = "block" if "block" in problem.layout else "row", problem.torch_dtype
-    (x, scale_x), (weight, scale_w) = quantize_ref(x, scaling, dtype), quantize_ref(weight, scaling, dtype, weight=True)
-    return x, weight, scale_x, scale_w
 
 
 def two_operands(operator: str, shapes: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

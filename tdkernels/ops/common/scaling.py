@@ -26,7 +26,7 @@ SCALINGS = ("tensor", "row", "block")
 # AMD's gfx942 multiplies the "fnuz" formats only, all other devices the OCP formats.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_CODE_MULTIPLE = 16  # K: rows then begin at multiples of 16 bytes, as tensor descriptors and torch._scaled_mm need
+CODE_MULTIPLE = 16  # K: rows then begin at multiples of 16 bytes, as tensor descriptors and torch._scaled_mm need
 
 
 class Scales(NamedTuple):
@@ -124,17 +124,30 @@ def _kind_of(operator, x, weight, scale_x, scale_w):
     )
 
 
-def _check_dtype(operator, name, tensor):
+def check_fp8(operator: str, name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError unless the device can multiply tensors of this float8 format."""
     device = tensor.device
     if not is_fp8(tensor):
-        raise TypeError(f"{operator}: {name} is {tensor.dtype}; with scales float8_e4m3fn and float8_e5m2 are supported")
+        raise TypeError(
+            f"{operator}: {name} is {tensor.dtype}; with scales float8_e4m3fn and float8_e5m2 are supported"
+        )
     fnuz = device.type == "cuda" and gpu.multiplies_fnuz(device)
     if tensor.dtype not in (FNUZ if fnuz else FP8):
         supported = " and ".join(str(dtype).removeprefix("torch.") for dtype in (FNUZ if fnuz else FP8))
         raise TypeError(f"{operator}: {name} is {tensor.dtype}; {supported} are supported on {device}")
     if device.type == "cuda" and not gpu.multiplies_fp8(device):
-        raise TypeError(f"{operator}: {name} is {tensor.dtype}, which {torch.cuda.get_device_name(device)} cannot multiply")
+        gpu_name = torch.cuda.get_device_name(device)
+        raise TypeError(f"{operator}: {name} is {tensor.dtype}, which {gpu_name} cannot multiply")
+
+
+def checked_out_dtype(operator: str, out_dtype: Any, use_fast_accum: Any) -> torch.dtype:
+    """Return ``out_dtype``, bf16 by default; raise TypeError if one of the two options is invalid."""
+    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"{operator}: out_dtype is {out_dtype}; bfloat16, float16 and float32 are supported")
+    if type(use_fast_accum) is not bool:
+        raise TypeError(f"{operator}: use_fast_accum must be True or False, not {use_fast_accum!r}")
+    return out_dtype
 
 
 def check_scaled_operands(
@@ -145,22 +158,18 @@ def check_scaled_operands(
     Raises:
         TypeError, ValueError: If they are invalid. Errors name the argument and its shape.
     """
-    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"{operator}: out_dtype is {out_dtype}; bfloat16, float16 and float32 are supported")
-    if type(use_fast_accum) is not bool:
-        raise TypeError(f"{operator}: use_fast_accum must be True or False, not {use_fast_accum!r}")
+    out_dtype = checked_out_dtype(operator, out_dtype, use_fast_accum)
     validation.check_tensor(operator, "x", x, memory=False)
     validation.check_device(operator, "x", x)
     validation.check_tensor(operator, "weight", weight, like=x, memory=False)
     for name, tensor in (("x", x), ("weight", weight)):
-        _check_dtype(operator, name, tensor)
+        check_fp8(operator, name, tensor)
     if bias is not None:
         validation.check_tensor(operator, "bias", bias, OUT_DTYPES, like=x, memory=False)
         if bias.dtype != out_dtype:
             raise TypeError(f"{operator}: bias is {bias.dtype} but out_dtype is {out_dtype}")
     validation.check_shapes(operator, x, weight, bias)
-    if x.shape[-1] % _CODE_MULTIPLE:
+    if x.shape[-1] % CODE_MULTIPLE:
         raise ValueError(f"{operator}: K, the last dimension of x {shape_of(x)}, must be a multiple of 16 for float8")
     for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
         validation.check_tensor(operator, name, scale, (torch.float32,), like=x, memory=False)
@@ -171,12 +180,16 @@ def check_scaled_operands(
     return Scales(scale_x, scale_w, kind, out_dtype, use_fast_accum)
 
 
-def reject_gradients(operator: str, tensors: tuple[Any, ...]) -> None:
-    """Raise RuntimeError if autograd would record a call with scaled operands, which has no gradient."""
+_TRAINING = "for training use the layers of tdkernels.nn with float8="
+
+
+def reject_gradients(operator: str, tensors: tuple[Any, ...], instead: str = _TRAINING) -> None:
+    """Raise RuntimeError if autograd would record a call with scaled operands, which has no gradient.
+
+    ``instead`` is the end of the message: what to do instead.
+    """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            f"{operator}: operands with scales have no gradient; for training use the layers of tdkernels.nn with float8="
-        )
+        raise RuntimeError(f"{operator}: operands with scales have no gradient; {instead}")
 
 
 def check_no_scales(operator: str, x: Any) -> None:
@@ -249,32 +262,62 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
 def scaled_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: Scales, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias for 2-D scaled operands, by torch's GEMM if it supports them.
+    """Return x @ weight.T + bias for 2-D scaled operands, by ``torch._scaled_mm`` if it supports them.
 
-    On other devices and for block-wise scales the operands are dequantized to fp32. The result is stored in ``out``, if
-    it is given.
+    Otherwise the operands are dequantized to fp32, which takes several times as long. That is the case on CPUs, if N is
+    not a multiple of 16, and for block-wise scales on devices other than Hopper or if K is not a multiple of 512. The
+    result is stored in ``out``, if it is given.
     """
-    if scales.kind == "row" and x.device.type == "cuda" and min(x.shape) > 0 and weight.shape[0] % 16 == 0:
-        y = _scaled_mm(x, weight, bias, scales)
-    else:
-        y = dequantize(x, scales.x) @ dequantize(weight, scales.weight).t()
-        y = (y if bias is None else y + bias).to(scales.out_dtype)
+    if x.device.type == "cuda" and x.shape[0] > 0 and weight.shape[0] % 16 == 0:
+        if scales.kind == "row":
+            return _scaled_mm(x, weight, bias, scales, out)
+        if multiplies_blocks(x.shape[0], x.shape[1], x.device):
+            return _scaled_mm_by_blocks(x, weight, bias, scales, out)
+    y = dequantize(x, scales.x) @ dequantize(weight, scales.weight).t()
+    y = (y if bias is None else y + bias).to(scales.out_dtype)
     return y if out is None else out.copy_(y)
 
 
-def _scaled_mm(x, weight, bias, scales):
-    """Call ``torch._scaled_mm``, which has row-wise scales for bf16 outputs only, and for both operands or neither."""
-    unit = x.new_ones((1, 1), dtype=torch.float32)
-    options = {"use_fast_accum": scales.use_fast_accum}
+def _mm(x, weight, scale_x, scale_w, dtype, scales, out=None, bias=None):
+    """Call ``torch._scaled_mm`` for x @ weight.T."""
+    args = x, weight.t(), scale_x, scale_w, bias, None, dtype, scales.use_fast_accum
+    return torch._scaled_mm(*args) if out is None else torch.ops.aten._scaled_mm.out(*args, out=out)
+
+
+def _scaled_mm(x, weight, bias, scales, out):
+    """Multiply operands with tensor-wise or row-wise scales.
+
+    ``torch._scaled_mm`` has row-wise scales for both operands or neither, and for bf16 outputs only.
+    """
     if scales.x.numel() == 1 and scales.weight.numel() == 1:
-        scale_x, scale_w = scales.x.reshape(1, 1), scales.weight.reshape(1, 1)
         fused = None if scales.out_dtype == torch.float32 else bias  # cuBLAS adds no bias to an fp32 output
-        y = torch._scaled_mm(x, weight.t(), scale_x, scale_w, fused, out_dtype=scales.out_dtype, **options)
-        return y if fused is bias else y + bias
+        y = _mm(x, weight, scales.x.reshape(1, 1), scales.weight.reshape(1, 1), scales.out_dtype, scales, out, fused)
+        return y if fused is bias else y.add_(bias)
     scale_x = scales.x.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     scale_w = scales.weight.reshape(1, -1).expand(1, weight.shape[0]).contiguous()
     if scales.out_dtype == torch.bfloat16:
-        y = torch._scaled_mm(x, weight.t(), scale_x, scale_w, out_dtype=torch.bfloat16, **options)
-        return y if bias is None else y + bias
-    y = torch._scaled_mm(x, weight.t(), unit, unit, out_dtype=torch.float32, **options) * scale_x * scale_w
-    return (y if bias is None else y + bias).to(scales.out_dtype)
+        y = _mm(x, weight, scale_x, scale_w, torch.bfloat16, scales, out)
+        return y if bias is None else y.add_(bias)
+    unit = scale_x.new_ones((1, 1))
+    y = _mm(x, weight, unit, unit, torch.float32, scales).mul_(scale_x).mul_(scale_w)
+    y = (y if bias is None else y.add_(bias)).to(scales.out_dtype)
+    return y if out is None else out.copy_(y)
+
+
+def multiplies_blocks(rows: int, k: int, device: torch.device) -> bool:
+    """Return whether ``torch._scaled_mm`` has block-wise scales for x [rows, k]: on Hopper with CUDA 12.9 or newer.
+
+    Versions of torch differ in the layout of the scales, except if K is a multiple of 512.
+    """
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return gpu.capability(device) == (9, 0) and cuda >= (12, 9) and rows % 4 == 0 and k % (4 * BLOCK) == 0
+
+
+def _scaled_mm_by_blocks(x, weight, bias, scales, out):
+    """Multiply operands with block-wise scales; those of x must be transposed in memory."""
+    scale_x, scale_w = scales.x.t().contiguous().t(), scales.weight.t()
+    precise = scales._replace(use_fast_accum=False)
+    direct = out if scales.out_dtype == torch.bfloat16 else None
+    y = _mm(x, weight, scale_x, scale_w, torch.bfloat16 if direct is not None else scales.out_dtype, precise, direct)
+    y = y if bias is None else y.add_(bias)
+    return y if out is None or direct is not None else out.copy_(y)

@@ -148,7 +148,10 @@ def _add_product(acc, w, x, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.co
     if PRODUCT.scaling == "block":
         scale_x, scale_w = block_scales(k, K, x_scale, rows, w_scale, col, N, PRODUCT)
         part = td.dot(w, x, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
-        return acc + part * scale_w[:, None] * scale_x[None, :]
+        if PRODUCT.block_n <= 128:
+            return acc + part * (scale_w * scale_x)[None, :]
+        else:
+            return acc + part * scale_w[:, None] * scale_x[None, :]
     elif PRODUCT.scaling == "row":
         return td.dot(w, x, acc, PRODUCT.precision, PRODUCT.imprecise_k)
     else:

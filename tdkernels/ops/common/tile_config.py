@@ -1,5 +1,6 @@
 """Tile of a GEMM: part of every config, and the heuristics that select it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,10 +104,23 @@ def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
     if device.type == "cpu":
         return tiles
     tiles = replace(tiles, block_k=max(tiles.block_k, 128))
-    if layout != "scaled, fast" and tiles.block_m * tiles.block_n > 64 * 32 * tiles.num_warps:
-        block_m, block_n = min(tiles.block_m, 128), min(tiles.block_n, 128)
-        return replace(tiles, block_m=block_m, block_n=block_n, num_warps=8, num_stages=4)
-    return tiles
+    if layout == "scaled, fast" or tiles.block_m * tiles.block_n <= 64 * 32 * tiles.num_warps:
+        return tiles
+    if tiles.block_m * tiles.block_n <= 64 * 32 * 8:
+        return replace(tiles, num_warps=8)
+    return replace(tiles, block_m=min(tiles.block_m, 128), block_n=min(tiles.block_n, 128), num_warps=8, num_stages=4)
+
+
+def scaled_candidates(tiles: Sequence[Tiles], layout: str, device: torch.device) -> list[Tiles]:
+    """Return the tiles for fp8 operands that correspond to candidate tiles for 16-bit operands.
+
+    Without fast accumulation there is also a tile with steps of 256 elements of K, whose products are added to the
+    second accumulator half as often.
+    """
+    found = [scaled_tiles(one, layout, device) for one in tiles]
+    if layout == "scaled" and device.type == "cuda" and gpu.capability(device)[0] == 9:
+        found.append(Tiles(128, 128, 256, num_warps=8, num_stages=3))
+    return list(dict.fromkeys(found))
 
 
 # Saturates the tensor cores of Hopper.

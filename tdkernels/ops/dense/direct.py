@@ -64,7 +64,8 @@ def _send_partial(
 @td.jit
 def multiply_and_send(
     ctx, x_ptr, x_desc, row, rows, w_ptr, w_desc, col, stride_w, N, K, x_scale, w_scale,
-    piece, first, num_gemm, per_source, half, signal, me, descs, DTYPE: tl.constexpr, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr, PRODUCT: tl.constexpr, trace,
+    piece, first, num_gemm, per_source, half, signal, me, descs,
+    DTYPE: tl.constexpr, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr, PRODUCT: tl.constexpr, trace,
 ):
     """Process a work item: compute the partial tile at (row, col) of x [rows, K] @ w.T, and send it to its owner.
 

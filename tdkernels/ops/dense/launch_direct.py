@@ -107,7 +107,8 @@ def arguments(
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, scales=scales)
     args = (
-        ctx, x, x_desc, weight, w_desc, bias, *gemm_operands.scale_pointers(scales), z, *descs, *[None] * (MAX_RANKS - len(descs)),
+        ctx, x, x_desc, weight, w_desc, bias, *gemm_operands.scale_pointers(scales), z,
+        *descs, *[None] * (MAX_RANKS - len(descs)),
         rows, n, k, stride_w, plan, tiles.group_m, *more,
     )
     slice_size = slice_elements(tiles, x.dtype, world_size, split, out_dtype_of(x, scales))

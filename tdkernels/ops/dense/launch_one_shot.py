@@ -55,7 +55,8 @@ def prepare(
     tiles, ranks = config.tiles, workspace.world_size
     count = tiles.count(m, n)
     tile = tiles.block_m * tiles.block_n
-    plan = workspace.prepare(operator, fields, ranks * count * tile * out_dtype.itemsize, ranks * count, num_flags=count)
+    data_bytes = ranks * count * tile * out_dtype.itemsize
+    plan = workspace.prepare(operator, fields, data_bytes, ranks * count, num_flags=count)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
     z = output_spec(x, m // ranks if scatters else m, n, dtype=out_dtype)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters, scales)

@@ -82,16 +82,17 @@ def _scale_row_bytes(K, PRODUCT: tl.constexpr):
 
 @td.jit
 def _scale_of_tile(
-    ctx, x_scale_ptr, half, scales_offset, source, row, M_shard, slot_rows, K, seen, FIXED_HALF: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    ctx, x_scale_ptr, half, offset, source, row, M_shard, K, seen, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Return the pointer to the scales of row ``row`` of the shard of rank ``source``; ``seen`` is from the wait."""
+    """Return the pointer to the scales of row ``row`` of the shard of rank ``source``.
+
+    ``offset``: offset in the data of a half of the scales of this shard. ``seen`` is from the wait for its rows.
+    """
     if FIXED_HALF:
         return scale_of_row(x_scale_ptr, source * M_shard + row, K, PRODUCT)
     else:
         me = td.rank(ctx)
-        gathered = td.consume_token(td.data_at(ctx, half, me) + scales_offset, seen)
-        gathered += source.to(tl.int64) * slot_rows * _scale_row_bytes(K, PRODUCT)
+        gathered = td.consume_token(td.data_at(ctx, half, me) + offset, seen)
         base = tl.where(source == me, x_scale_ptr.to(tl.int64), gathered)
         return scale_of_row(td.pointer_to(base, tl.float32), row, K, PRODUCT)
 
@@ -104,7 +105,8 @@ def _scale_of_tile(
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, y_desc,
     w_ptr_2, w_desc_2, bias_ptr_2, y_ptr_2, y_desc_2, w_ptr_3, w_desc_3, bias_ptr_3, y_ptr_3, y_desc_3,
-    x_scale_ptr, w_scale_ptr, M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
+    x_scale_ptr, w_scale_ptr,
+    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
     N_2, stride_w_2, N_3, stride_w_3,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
@@ -113,9 +115,10 @@ def ag_gemm_kernel(
     Programs 0 to num_comm - 1 push this rank's shard to the peers. The others compute tiles, in the order of arrival;
     the last num_late of them begin in round first_late.
 
-    w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None. Scaled operands have one weight. The data of
-    a half is the gathered rows, [ranks, slot_rows, K], then their scales, [ranks, slot_rows, 1 or ceil(K / 128)]. With
-    FIXED_HALF, x_scale_ptr points to the scales of the rows of all ranks, otherwise to those of this rank's.
+    w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None. Scaled operands have one weight. The data
+    of a half is [ranks, slot_rows, K]. The last rows of a slot hold the scales of the others, 1 or ceil(K / 128) for
+    each. With FIXED_HALF there are none, and x_scale_ptr points to the scales of the rows of all ranks instead of those
+    of this rank.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
@@ -148,12 +151,11 @@ def ag_gemm_kernel(
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
-    scale_row_bytes = _scale_row_bytes(K, PRODUCT)
-    scales_offset = ranks * slot_bytes
     scales = None
+    scales_offset = (M_shard + 7) // 8 * 8 * row_bytes  # in a slot: see slot_rows_of
     if PRODUCT.scaling != "" and not FIXED_HALF:
-        chunk_scales, shard_scales = chunk_tiles * BLOCK_M * scale_row_bytes, M_shard * scale_row_bytes
-        scales = x_scale_ptr.to(tl.int64), scales_offset, slot_rows * scale_row_bytes, chunk_scales, shard_scales
+        row_scales = _scale_row_bytes(K, PRODUCT)
+        scales = x_scale_ptr.to(tl.int64), scales_offset, chunk_tiles * BLOCK_M * row_scales, M_shard * row_scales
 
     program = tl.program_id(0)
     if program < num_comm:
@@ -208,7 +210,8 @@ def ag_gemm_kernel(
         x_scale = None
         if PRODUCT.scaling != "":
             x_scale = _scale_of_tile(
-                ctx, x_scale_ptr, half, scales_offset, source, row, M_shard, slot_rows, K, seen, FIXED_HALF, PRODUCT
+                ctx, x_scale_ptr, half, source * slot_bytes + scales_offset, source, row, M_shard, K, seen, FIXED_HALF,
+                PRODUCT,
             )
         if PRODUCT.use_tma:
             in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)

@@ -44,7 +44,8 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None 
 
 
 def _arguments(
-    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late, segment_rows, scales=None
+    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, fixed_half, config, late, segment_rows,
+    scales=None,
 ):
     """Return the arguments and constants of the kernel.
 
@@ -69,7 +70,8 @@ def _arguments(
     pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
     unused = MAX_WEIGHTS - len(weights)
     pointers, sizes = pointers + [(None,) * 5] * unused, sizes + [(0, 0)] * unused
-    args = (*before, *chain.from_iterable(pointers), *gemm_operands.scale_pointers(scales), *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
+    pointers_of_all = (*chain.from_iterable(pointers), *gemm_operands.scale_pointers(scales))
+    args = (*before, *pointers_of_all, *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
     return args, constants
 
 
@@ -265,8 +267,9 @@ def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
-    data_bytes = ranks * slot_rows * (k * x.element_size() + row_bytes(scales))
-    plan = workspace.prepare("ag_gemm", fields, data_bytes, ranks * num_chunks)
+    # The last rows of a slot hold the scales.
+    slot_rows += slot_rows_of(cdiv(slot_rows * row_bytes(scales), k * x.element_size()))
+    plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     memory = gathered, slot_rows, plan, False
     return _launch_of(

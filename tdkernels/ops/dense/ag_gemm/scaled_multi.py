@@ -57,14 +57,14 @@ def call(
     method = "parts" if config is None or config.method == "fused" else config.method
     rows = torch.ops.tdkernels.ag_gemm_scaled_multi(
         x_rows, weights, biases, each[0].x, [one.weight for one in each], [one.kind for one in each],
-        each[0].out_dtype, each[0].use_fast_accum, segment_rows_of(x, dim, 1), return_gathered, group.group_name, method,
-        1 if config is None else config.pieces,
+        each[0].out_dtype, each[0].use_fast_accum, segment_rows_of(x, dim, 1), return_gathered, group.group_name,
+        method, 1 if config is None else config.pieces,
     )
     lead = gathered(x.shape, dim, group.size())
     results = [result.view(*lead, result.shape[1]) for result in rows]
     ys = results[: len(weights)]
-    y = ys if isinstance(weight, LISTS) else ys[0]
-    return (y, results[-1]) if return_gathered else y
+    outputs = ys if isinstance(weight, LISTS) else ys[0]
+    return (outputs, results[-1]) if return_gathered else outputs
 
 
 def _run(x, weights, biases, each, segment_rows, return_gathered, group, config, fields):

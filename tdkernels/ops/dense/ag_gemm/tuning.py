@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.scaled_problem import is_scaled, scales_of
 from tdkernels.ops.common.scaling import scaled_linear
 from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
@@ -113,9 +114,9 @@ class AgGemmTunable(dense.DenseTunable):
 
     def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], torch.Tensor]:
         x, weight, *scales = operands
-        if dense.is_scaled(problem):
+        if is_scaled(problem):
             full = x.view(torch.uint8).repeat(problem.world_size, 1).view(x.dtype)
-            of_all = dense.scales_of(problem, scales[0].repeat(problem.world_size, 1), scales[1])
+            of_all = scales_of(problem, scales[0].repeat(problem.world_size, 1), scales[1])
             return lambda: scaled_linear(full, weight, None, of_all)
         full = x.repeat(problem.world_size, 1)
         return lambda: F.linear(full, weight)

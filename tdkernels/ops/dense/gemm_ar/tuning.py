@@ -7,6 +7,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.ops.dense.gemm_ar import launch, op
@@ -55,7 +56,8 @@ class GemmArTunable(dense.DenseTunable):
         if problem.num_nodes == 1 and problem.world_size <= launch_direct.MAX_RANKS:
             configs += [
                 GemmArConfig(tiles=tiles, transport="direct", num_comm_sms=sms)
-                for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype)) for sms in _COMM_SMS
+                for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
+                for sms in _COMM_SMS
             ]
         if m <= _ONE_SHOT_MOST_ROWS:
             for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)):
@@ -66,7 +68,7 @@ class GemmArTunable(dense.DenseTunable):
     def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         m, n, k = self.of_a_rank(problem)
         ranks, dtype = problem.world_size, problem.torch_dtype
-        nbytes = m * n * dense.out_bytes(problem)
+        nbytes = m * n * out_bytes(problem)
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware)
         tiles, rate = config.tiles, dense.push_rate(_PROGRAMS, hardware)
@@ -80,13 +82,13 @@ class GemmArTunable(dense.DenseTunable):
             product, tile = dense.product_s(m, n, k, dtype, tiles, sms, hardware)
             return 1e3 * (max(product, wire) + 2 * tile + 2 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
-        item = config.item_tiles * tiles.block_m * tiles.block_n * dense.out_bytes(problem)
+        item = config.item_tiles * tiles.block_m * tiles.block_n * out_bytes(problem)
         return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
 
     def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.of_a_rank(problem)
         # A rank receives its peers' partials of 1 / W of z, and the sums of the rest.
-        wire_bytes = 2 * (problem.world_size - 1) * m * n * dense.out_bytes(problem) // problem.world_size
+        wire_bytes = 2 * (problem.world_size - 1) * m * n * out_bytes(problem) // problem.world_size
         return Floors(2 * m * n * k, wire_bytes)
 
     def compiled(self, config: GemmArConfig) -> tuple | None:

@@ -7,6 +7,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
@@ -64,7 +65,8 @@ class GemmRsTunable(dense.DenseTunable):
         if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
             configs += [
                 GemmRsConfig(tiles=tiles, transport="one_shot", split_k=split)
-                for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)) for split in (1, 2, 4, 8)
+                for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device))
+                for split in (1, 2, 4, 8)
             ]
         return configs
 
@@ -90,13 +92,13 @@ class GemmRsTunable(dense.DenseTunable):
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":
             return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
-        item = config.item_tiles * tiles.block_m * tiles.block_n * dense.out_bytes(problem)
+        item = config.item_tiles * tiles.block_m * tiles.block_n * out_bytes(problem)
         total = wire_bytes / hardware.memory  # to read the partials again and add them
         return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)
 
     def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.operand_sizes(problem)
-        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * dense.out_bytes(problem)
+        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * out_bytes(problem)
         return Floors(2 * m * n * k, wire_bytes)
 
 

@@ -1,0 +1,68 @@
+"""Tuning problems of GEMM operators with scaled fp8 operands. Their layouts are ``scaling.LAYOUTS``."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tdkernels.ops.common.scaling import (
+    FP8,
+    LAYOUTS,
+    Scales,
+    layout_of,
+    multiplies_blocks,
+    quantize_ref,
+)
+
+if TYPE_CHECKING:
+    from tdkernels.autotune.problem import Problem
+
+# Flops of a rank from which on torch's GEMM, one shard at a time, is faster than the kernel without fast accumulation
+# or with block-wise scales. The kernel reaches 0.6 to 0.7 of torch's rate then (H200), but launching the GEMMs takes
+# the host 0.4 ms.
+_TORCH_FLOPS = 3e11
+
+
+def is_scaled(problem: "Problem") -> bool:
+    """Return whether the operands of a problem are fp8 with scales."""
+    return problem.layout in LAYOUTS
+
+
+def has_blocks(problem: "Problem") -> bool:
+    """Return whether the scales of a problem are block-wise."""
+    return problem.layout == layout_of("block", False)
+
+
+def out_bytes(problem: "Problem") -> int:
+    """Return the bytes per element of the output of a problem."""
+    return torch.bfloat16.itemsize if is_scaled(problem) else problem.torch_dtype.itemsize
+
+
+def why_not_scaled(problem: "Problem") -> str | None:
+    """Return why the dtype and the layout of a problem do not fit together, or None."""
+    if is_scaled(problem) == (problem.torch_dtype in FP8):
+        return None
+    if is_scaled(problem):
+        return f'layout "{problem.layout}" is for float8_e4m3fn and float8_e5m2, not {problem.dtype}'
+    return f"layout must be one of {', '.join(LAYOUTS)} for {problem.dtype}, not {problem.layout!r}"
+
+
+def prefers_torch_gemm(problem: "Problem", m: int, n: int, k: int, device: torch.device) -> bool:
+    """Return whether torch's GEMM is the default for operands [m, k] and [n, k] of a rank."""
+    if device.type == "cpu" or problem.layout == layout_of("row", True) or 2.0 * m * n * k < _TORCH_FLOPS:
+        return False
+    return multiplies_blocks(m // problem.world_size, k, device) if has_blocks(problem) else True
+
+
+def scales_of(problem: "Problem", scale_x: torch.Tensor, scale_w: torch.Tensor) -> Scales:
+    """Return the Scales of the operands of a problem."""
+    kind = "block" if has_blocks(problem) else "row"
+    return Scales(scale_x, scale_w, kind, torch.bfloat16, problem.layout == layout_of("row", True))
+
+
+def quantized_operands(
+    x: torch.Tensor, weight: torch.Tensor, problem: "Problem"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (x, weight, scale_x, scale_w) of a problem for fp32 operands."""
+    scaling, dtype = "block" if has_blocks(problem) else "row", problem.torch_dtype
+    (x, scale_x), (weight, scale_w) = quantize_ref(x, scaling, dtype), quantize_ref(weight, scaling, dtype, weight=True)
+    return x, weight, scale_x, scale_w
