@@ -86,7 +86,7 @@ class Case:
 def _operator(case, problem):
     """Return call(operands, config) of the operator."""
     op = getattr(tdkernels, case.operator)
-    fast = case.layout == "scaled, fast"
+    fast = case.layout == "scaled fast"
 
     def call(operands, config=None):
         x, weight, scale_x, scale_w = operands
@@ -114,7 +114,7 @@ def _gemm(case, problem):
 def _torch_fused(case, operands):
     """Return a call of torch's fused operator, or None where it has none."""
     x, weight, scale_x, scale_w = operands
-    name, fast = dist.group.WORLD.group_name, case.layout == "scaled, fast"
+    name, fast = dist.group.WORLD.group_name, case.layout == "scaled fast"
     if case.layout == "scaled by block" or case.operator == "gemm_ar" or rank_device().type == "cpu":
         return None
     scale_b = scale_w.t()
@@ -198,7 +198,7 @@ def measure(case, burst_ms):
     exact = [_exact(case, problem, one) for one in sets]
     calls, configs, unchecked = _methods(case, problem, sets)
     found, errors = [], {}
-    limit = {"scaled, fast": 2e-2, "scaled": 4e-3, "scaled by block": 4e-3}[case.layout]
+    limit = {"scaled fast": 2e-2, "scaled": 4e-3, "scaled by block": 4e-3}[case.layout]
     for name in list(calls):
         reason = harness.failure_reason(calls[name], sets[0])
         if reason is None and name not in unchecked:

@@ -57,7 +57,7 @@ def with_tdkernels(build):
         return full(outputs)
 
     def note():
-        return ", ".join(f"{number} {name}" for name, number in fused.items())
+        return ", ".join(f"{number} {name}" for name, number in fused.items() if number)
 
     return dataclasses.replace(method, complete=complete, note=note)
 

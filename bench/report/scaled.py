@@ -26,7 +26,7 @@ _HEAD = [
     "operator", "M × N × K", "scaling", "GEMM", "wire", "torch", "torch fused", "bf16", "selected", "fastest",
     "× floor", "fastest config",
 ]
-_SCALINGS = {"scaled": "row", "scaled, fast": "row, fast", "scaled by block": "block"}
+_SCALINGS = {"scaled": "row", "scaled fast": "row, fast", "scaled by block": "block"}
 _OTHERS = {"gemm", "gemm, row-wise, fast", "torch", "torch fused", "bf16"}
 _FLOOR_GBPS = 390.0  # of bench.dense.scaled
 

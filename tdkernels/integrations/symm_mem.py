@@ -1,8 +1,10 @@
 """Kernels of tdkernels behind torch's asynchronous tensor-parallel operators, torch.ops.symm_mem.
 
-    operator                       problem on each of W ranks                                 kernel
-    fused_all_gather_matmul        A [M / W, K], Bs [K, N_i] -> A [M, K], A @ B_i [M, N_i]    ag_gemm
-    fused_matmul_reduce_scatter    A [M, K], B [K, N] -> sum or mean of A @ B [M / W, N]      gemm_rs
+    operator                              problem on each of W ranks                                 kernel
+    fused_all_gather_matmul               A [M / W, K], Bs [K, N_i] -> A [M, K], A @ B_i [M, N_i]    ag_gemm
+    fused_matmul_reduce_scatter           A [M, K], B [K, N] -> sum or mean of A @ B [M / W, N]      gemm_rs
+    fused_all_gather_scaled_matmul        the same for scaled fp8 operands                           ag_gemm
+    fused_scaled_matmul_reduce_scatter    the same for scaled fp8 operands                           gemm_rs
 
 A may have more dimensions, of which any but the last is gathered or scattered.
 
@@ -18,8 +20,11 @@ same shapes and dtypes; in torch B may differ.
 In the tuning mode "on" (``tdkernels.autotune.set_mode``) the first call with new shapes on a GPU times torch's kernel,
 too, and later calls run the faster one.
 
-The scaled pair, fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter, is not overridden: tdkernels has
-no fp8 GEMM yet.
+The scaled pair runs on tdkernels for tensor-wise and row-wise scales (``symm_mem_scaled``). A call of it runs torch's
+kernel if A or B is not fp8, K is not a multiple of 16, K or N is 0, Bs is empty, a scale is block-wise or not fp32,
+``result_scale`` is given, out_dtype is not bf16, fp16 or fp32, a bias has another dtype, or the Bs differ in out_dtype
+or use_fast_accum. So does a reduce-scatter with a bias, because torch adds the biases of all ranks. On a CPU they
+run ``torch._scaled_mm``. Replicated scales must be equal on all ranks. The last dimension is an invalid argument.
 
 Example:
     from tdkernels.integrations import symm_mem
@@ -30,80 +35,55 @@ Example:
 """
 
 import contextlib
-import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from tdkernels.autotune.explain import explain as explain_call
-from tdkernels.autotune.tunable import tunable
 from tdkernels.integrations.installation import during_block
-from tdkernels.integrations.symm_mem_tuning import forget, torch_is_faster
+from tdkernels.integrations.symm_mem_calls import (
+    GATHER,
+    OPERATORS,
+    SCALED_GATHER,
+    SCALED_SCATTER,
+    SCATTER,
+    Served,
+    below_autograd,
+    check_operands,
+    clear,
+    explained,
+    own_calls,
+    runs_torch,
+    torch_calls,
+)
+from tdkernels.integrations.symm_mem_scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
+from tdkernels.integrations.symm_mem_tuning import forget
 from tdkernels.ops.common.gemm_operands import lies_as_kn
 from tdkernels.ops.common.validation import DTYPES, shape_of
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
 from tdkernels.ops.dense.gemm_rs.op import gemm_rs
 from tdkernels.runtime.torch_op import group_by_name, world_size_by_name
 
-_GATHER, _SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 _KEYS = ("CUDA", "CPU")
 
 _library: torch.library.Library | None = None
 
 
-class _Served(NamedTuple):
-    """Calls that run on tdkernels: those of one operator that have operands of the same layout."""
-
-    operator: str
-    rows: int
-    k: int
-    n: tuple[int, ...]
-    column_major: bool  # the memory layout of B, so weight = B.T is row-major
-    returns_A: bool
-    dtype: torch.dtype
-    group_name: str
-
-
-# Calls that run on tdkernels, and calls that run torch's kernel by operator and reason.
-_own_calls: Counter[_Served] = Counter()
-_torch_calls: dict[str, Counter[str]] = {_GATHER: Counter(), _SCATTER: Counter()}
-
-
 # ---- validation ----
-
-
-def _check_operands(
-    operator: str, A: torch.Tensor, Bs: Sequence[torch.Tensor], dim_name: str, dim: int, K: int,
-) -> None:
-    """Raise ValueError unless A [..., K] @ B is valid for all Bs and ``dim`` is a dimension of A.
-
-    ``K`` is the number of columns of A in the product. It is larger than in A if the last dimension is gathered.
-    """
-    if A.dim() < 2:
-        raise ValueError(f"{operator}: A must have at least 2 dimensions [rows, K], its shape is {shape_of(A)}")
-    if not 0 <= dim < A.dim():
-        raise ValueError(f"{operator}: {dim_name} must be at least 0 and less than {A.dim()}, not {dim}")
-    for B in Bs:
-        if B.dim() != 2:
-            raise ValueError(f"{operator}: B must have 2 dimensions [K, N], its shape is {shape_of(B)}")
-        if B.shape[0] != K:
-            raise ValueError(f"{operator}: B {shape_of(B)} must have {K} rows for A {shape_of(A)}")
 
 
 def _check_scatter(A, B, reduce_op, scatter_dim, world_size):
     """Raise ValueError if the arguments of fused_matmul_reduce_scatter are invalid."""
-    _check_operands(_SCATTER, A, [B], "scatter_dim", scatter_dim, A.shape[-1] if A.dim() else 0)
+    check_operands(SCATTER, A, [B], "scatter_dim", scatter_dim, A.shape[-1] if A.dim() else 0)
     if reduce_op not in ("sum", "avg"):
-        raise ValueError(f'{_SCATTER}: reduce_op must be "sum" or "avg", not {reduce_op!r}')
+        raise ValueError(f'{SCATTER}: reduce_op must be "sum" or "avg", not {reduce_op!r}')
     name, tensor, dim = ("B", B, 1) if scatter_dim == A.dim() - 1 else ("A", A, scatter_dim)
     if tensor.shape[dim] % world_size:
         raise ValueError(
-            f"{_SCATTER}: dimension {dim} of {name} {shape_of(tensor)} must be divisible by the group's {world_size} "
+            f"{SCATTER}: dimension {dim} of {name} {shape_of(tensor)} must be divisible by the group's {world_size} "
             f"ranks"
         )
 
@@ -123,37 +103,13 @@ def _unsupported_reason(A, Bs, dim_name, dim):
     return None
 
 
-_FASTER = "torch's kernel is faster"
-
-
-def _runs_torch(operator, rows, weights, returns_A, group_name, own, by_torch):
-    """Count a call that tdkernels supports. Return whether torch's kernel runs, because it was faster in a comparison.
-
-    ``own`` and ``by_torch`` make the call.
-    """
+def _served(operator, rows, weights, returns_A, group_name):
     n = tuple(weight.shape[0] for weight in weights)
-    served = _Served(operator, *rows.shape, n, not lies_as_kn(weights[0]), returns_A, rows.dtype, group_name)
-    if torch_is_faster(served, rows.device, group_by_name(group_name), own, by_torch):
-        _torch_calls[operator][_FASTER] += 1
-        return True
-    _own_calls[served] += 1
-    return False
+    layout = "kn" if lies_as_kn(weights[0]) else "nk"
+    return Served(operator, *rows.shape, n, layout, returns_A, rows.dtype, group_name)
 
 
 # ---- kernels of the dispatcher ----
-
-
-def _below_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable autograd and autocast in a kernel. They still apply to the operators that a Python kernel calls."""
-
-    @functools.wraps(kernel)
-    def call(A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(A.device.type)):
-            return kernel(A, *args, **kwargs)  # entering the contexts takes 10 us
-        with torch.no_grad(), torch.autocast(A.device.type, enabled=False):
-            return kernel(A, *args, **kwargs)
-
-    return call
 
 
 def _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A):
@@ -171,17 +127,17 @@ def _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world
     return z / world_size if reduce_op == "avg" else z
 
 
-@_below_autograd
+@below_autograd
 def _all_gather_matmul(
     A: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Return (gathered A or None, products), with the strides of torch's kernel."""
     group = group_by_name(group_name)
     K = A.shape[-1] if A.dim() else 0
-    _check_operands(_GATHER, A, Bs, "gather_dim", gather_dim, K * group.size() if gather_dim == A.dim() - 1 else K)
+    check_operands(GATHER, A, Bs, "gather_dim", gather_dim, K * group.size() if gather_dim == A.dim() - 1 else K)
     reason = _unsupported_reason(A, Bs, "gather_dim", gather_dim)
     if reason is not None:
-        _torch_calls[_GATHER][reason] += 1
+        torch_calls[GATHER][reason] += 1
         return _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
     moved = A.movedim(gather_dim, 0)
     rows, weights = moved.flatten(0, -2), [B.t() for B in Bs]
@@ -198,10 +154,11 @@ def _all_gather_matmul(
         return None, [unflatten(y) for y in ys]
 
     by_torch = lambda: _torch_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)  # noqa: E731
-    return by_torch() if _runs_torch(_GATHER, rows, weights, return_A, group_name, own, by_torch) else own()
+    served = _served(GATHER, rows, weights, return_A, group_name)
+    return by_torch() if runs_torch(served, A.device, own, by_torch) else own()
 
 
-@_below_autograd
+@below_autograd
 def _matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str,
 ) -> torch.Tensor:
@@ -210,7 +167,7 @@ def _matmul_reduce_scatter(
     _check_scatter(A, B, reduce_op, scatter_dim, world_size)
     reason = _unsupported_reason(A, [B], "scatter_dim", scatter_dim)
     if reason is not None:
-        _torch_calls[_SCATTER][reason] += 1
+        torch_calls[SCATTER][reason] += 1
         return _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)
     moved = A.movedim(scatter_dim, 0)
     rows, weight = moved.flatten(0, -2), B.t()
@@ -223,10 +180,14 @@ def _matmul_reduce_scatter(
         return z.movedim(0, scatter_dim).contiguous()
 
     by_torch = lambda: _torch_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, world_size)  # noqa: E731
-    return by_torch() if _runs_torch(_SCATTER, rows, [weight], False, group_name, own, by_torch) else own()
+    served = _served(SCATTER, rows, [weight], False, group_name)
+    return by_torch() if runs_torch(served, A.device, own, by_torch) else own()
 
 
-_KERNELS = {_GATHER: _all_gather_matmul, _SCATTER: _matmul_reduce_scatter}
+_KERNELS = {
+    GATHER: _all_gather_matmul, SCATTER: _matmul_reduce_scatter,
+    SCALED_GATHER: all_gather_scaled_matmul, SCALED_SCATTER: scaled_matmul_reduce_scatter,
+}
 
 
 # ---- installation ----
@@ -255,10 +216,10 @@ def _warn_about_other_overrides() -> None:
 def install() -> None:
     """Register the kernels of tdkernels for torch.ops.symm_mem, on CUDA and CPU, in this process.
 
-    The operators are ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``. Results have the shapes and the
-    strides of torch's kernels. A mean is the sum in the dtype of A, divided by W: a fp16 sum may overflow where torch's
-    mean does not. The operators have no gradient, as in torch: callers wrap them in an autograd.Function. A second call
-    does nothing. Counts start at 0.
+    The operators are ``fused_all_gather_matmul``, ``fused_matmul_reduce_scatter`` and their forms for scaled fp8
+    operands. Results have the shapes and the strides of torch's kernels. A mean is the sum in the dtype of the output,
+    divided by W: a fp16 sum may overflow where torch's mean does not. The operators have no gradient, as in torch:
+    callers wrap them in an autograd.Function. A second call does nothing. Counts start at 0.
 
     Warns:
         UserWarning: If another library has registered a kernel for one of the operators. tdkernels replaces it until
@@ -277,9 +238,7 @@ def install() -> None:
         return
     _warn_about_other_overrides()
     forget()
-    _own_calls.clear()
-    for calls in _torch_calls.values():
-        calls.clear()
+    clear()
     library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():
         # torch warns about the first override in a process, even with allow_override.
@@ -321,10 +280,10 @@ def counts() -> dict[str, dict[str, Any]]:
         A dict for each operator: "tdkernels" is a number, "torch" is a dict {reason: number}. For example
         ``{"fused_all_gather_matmul": {"tdkernels": 3, "torch": {"gather_dim is the last dimension": 1}}, ...}``.
     """
-    own = Counter({operator: 0 for operator in _KERNELS})
-    for served, number in _own_calls.items():
+    own = Counter({operator: 0 for operator in OPERATORS})
+    for served, number in own_calls.items():
         own[served.operator] += number
-    return {operator: {"tdkernels": own[operator], "torch": dict(_torch_calls[operator])} for operator in _KERNELS}
+    return {operator: {"tdkernels": own[operator], "torch": dict(torch_calls[operator])} for operator in OPERATORS}
 
 
 def explain() -> str:
@@ -339,25 +298,14 @@ def explain() -> str:
             320 x ag_gemm 8192x7168x8192 bfloat16 nk on 8 x NVIDIA H100 80GB HBM3: fused (shipped), ...
               1 x torch's kernel: gather_dim is the last dimension
         fused_matmul_reduce_scatter: not called
+        fused_all_gather_scaled_matmul: not called
+        fused_scaled_matmul_reduce_scatter: not called
     """
     lines = []
-    for operator in _KERNELS:
-        own = [(number, served) for served, number in _own_calls.items() if served.operator == operator]
-        by_torch = [(number, f"torch's kernel: {reason}") for reason, number in _torch_calls[operator].items()]
+    for operator in OPERATORS:
+        own = [(number, served) for served, number in own_calls.items() if served.operator == operator]
+        by_torch = [(number, f"torch's kernel: {reason}") for reason, number in torch_calls[operator].items()]
         lines.append(operator if own or by_torch else f"{operator}: not called")
-        for number, text in [(number, _explained(served)) for number, served in own] + by_torch:
+        for number, text in [(number, explained(served)) for number, served in own] + by_torch:
             lines.append(f"{number:7} x {text}")
     return "\n".join(lines)
-
-
-def _explained(served):
-    """Return ``tdkernels.explain`` in one line for calls that run on tdkernels."""
-    name = "ag_gemm" if served.operator == _GATHER else "gemm_rs"
-    n = sum(served.n)
-    x = torch.empty(served.rows, served.k, dtype=served.dtype, device="meta")
-    weight = x.new_empty(n, served.k) if served.column_major else x.new_empty(served.k, n).t()
-    line = explain_call(
-        name, x.shape, weight.shape, dtype=served.dtype, layout=tunable(name).layout_of(x, weight),
-        group=group_by_name(served.group_name),
-    ).line()
-    return line if len(served.n) == 1 else f"{line}; one gather for N of {', '.join(map(str, served.n))}"

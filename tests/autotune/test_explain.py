@@ -283,7 +283,7 @@ def test_layout_of_a_transposed_weight(operator):
         (((32, 96), (16, 95)), {}, r"ag_gemm: x \[32, 96\] and weight \[16, 95\] do not fit"),
         (((32,), (16, 32)), {"operator": "gemm_rs"}, r"gemm_rs: x \[32\] and weight \[16, 32\] do not fit"),
         (SHAPE, {"dtype": torch.float64}, "dtype must be one of .*, not float64"),
-        (SHAPE, {"layout": "mn"}, "layout must be one of nk, kn, not 'mn'"),
+        (SHAPE, {"layout": "mn"}, "layout must be one of nk, kn, scaled, .*, not 'mn'"),
         (SHAPE, {"world_size": 1}, "one rank has nothing to tune"),
         (SHAPE, {"config": AgGemmConfig(num_comm_sms=0)}, "ag_gemm: config cannot run: num_comm_sms must be at least"),
         (SHAPE, {"config": AgGemmConfig(tiles=Tiles(block_m=48))}, "ag_gemm: config cannot run: block_m must be"),

@@ -316,7 +316,7 @@ BAD = {
     "no integer": (("gemm_rs", 64.0, 64, 64), {}, r"3 positive sizes, .*\(64.0, 64, 64\)"),
     "too few": (("gemm_rs", 64, 64), {}, r"3 positive sizes, .*\(64, 64\)"),
     "dtype": (("ag_gemm", 64, 64, 64), {"dtype": torch.float64}, "dtype must be one of .*float32.*, not float64"),
-    "layout": (("ag_gemm", 64, 64, 64), {"layout": "nm"}, "layout must be one of nk, kn, not 'nm'"),
+    "layout": (("ag_gemm", 64, 64, 64), {"layout": "nm"}, "layout must be one of nk, kn, scaled, .*, not 'nm'"),
 }
 
 

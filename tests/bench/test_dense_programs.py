@@ -67,7 +67,7 @@ def test_torch_operators_are_measured():
 def test_table_of_scaled_operators():
     """The fastest config is compared with the longer of GEMM and wire; absent methods are "–"."""
     config = {"method": "parts", "pieces": 2}
-    row = {"what": "scaled", "op": "gemm_rs", "m": 8, "n": 4, "k": 2, "layout": "scaled, fast", "ranks": 2,
+    row = {"what": "scaled", "op": "gemm_rs", "m": 8, "n": 4, "k": 2, "layout": "scaled fast", "ranks": 2,
            "solo": False, "link_gbps": None, "graph": True, "method": "gemm", "ms": 0.5, "gemm_ms": 0.5, "wire_ms": 1.0,
            "over_floor": 0.5, "config": None, "gpu": "Testing", "git": "0123456789", "date": "2026-01-02T10",
            "torch": "2", "triton": "3", "multicast": "off"}

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tdkernels.ops.common.scaling import Scales, blocks
+from tdkernels.ops.common.tile_config import scaled_tiles
 from tdkernels.ops.experts.dispatch import counting
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
@@ -47,6 +50,31 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
 
 def compile_grouped(name, arch, dtype, activation=None, **options):
     (compiled,) = compile_launches([grouped_launches(arch, dtype, activation, **options)[name]], arch)
+    return compiled
+
+
+def scaled_launch(arch, dtype, kind, activation, fast=False, sizes=(256, 512, 512), tiles=None, w_dtype=None):
+    """Return (kernel, args, kwargs) of group_gemm for operands in ``dtype`` with scales, "row" or "block".
+
+    ``w_dtype``: dtype of the weight; None: as ``dtype``.
+    """
+    rows, n, k = sizes
+    x, w = torch.zeros(rows, k, dtype=dtype), torch.zeros(4, n, k, dtype=w_dtype or dtype)
+    of_x, of_w = ((rows, 1), (4, n, 1)) if kind == "row" else ((rows, blocks(k)), (4, blocks(n), blocks(k)))
+    scales = Scales(torch.ones(of_x), torch.ones(of_w), kind, BF16, fast)
+    with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(grouped_gemm_launch, "default_tiles", lambda *_: tiles_for(arch, dtype))
+        on_gpu = torch.device("cuda")
+        patch.setattr(grouped_gemm_launch, "scaled_tiles", lambda tiles, layout, _: scaled_tiles(tiles, layout, on_gpu))
+        config, splits = GroupGemmConfig(tiles=tiles), torch.zeros(4, dtype=torch.int32)
+        grouped_gemm_launch.product(x, w, splits, activation, config=config, scales=scales)
+    (launch,) = launches
+    return launch
+
+
+def compile_scaled(arch, dtype, kind, activation=None, **options):
+    (compiled,) = compile_launches([scaled_launch(arch, dtype, kind, activation, **options)], arch)
     return compiled
 
 
@@ -88,6 +116,43 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
 
 def compile_tp_moe(name, arch, dtype=BF16, **options):
     (compiled,) = compile_launches([tp_moe_launches(arch, dtype, **options)[name]], arch)
+    return compiled
+
+
+TP_MOE_SCALED = ["rows", "sums"]
+
+
+@functools.cache
+def scaled_tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
+    """Return {name: (kernel, args, kwargs)} of tp_moe with weights in ``dtype`` and block-wise scales."""
+    tokens, k, experts, width, hidden = sizes
+    group, on_gpu = SimpleNamespace(size=lambda: ranks), torch.device("cuda")
+    config = tp_moe_config.MoeTpConfig(tiles=scaled_tiles(tiles_for(arch, dtype), "scaled by block", on_gpu))
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
+        stack.enter_context(recorded_launches(moe_routing))
+        row_launches, sum_launches = (
+            stack.enter_context(recorded_launches(module)) for module in (tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
+        )
+        ids = torch.zeros(tokens, k, dtype=torch.int64)
+        routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3)
+        x, h = torch.zeros(tokens, width, dtype=dtype), torch.zeros(ranks * tokens * k, hidden, dtype=dtype)
+
+        def weight(n, k):
+            scale_x, scale_w = torch.ones(len(h), blocks(k)), torch.ones(experts, blocks(n), blocks(k))
+            return torch.zeros(experts, n, k, dtype=dtype), Scales(scale_x, scale_w, "block", BF16, False)
+
+        gate_up, scales = weight(2 * hidden, width)
+        tp_moe_launch_ag_gemm.launch(x, gate_up, routing, config, "swiglu", scales=scales)
+        down, scales = weight(width, hidden)
+        tp_moe_launch_gemm_rs.launch(h, down, routing, torch.ones(ranks * tokens, k), config, scales)
+    return dict(zip(TP_MOE_SCALED, row_launches + sum_launches, strict=True))
+
+
+def compile_scaled_tp_moe(name, arch, dtype, **options):
+    (compiled,) = compile_launches([scaled_tp_moe_launches(arch, dtype, **options)[name]], arch)
     return compiled
 
 

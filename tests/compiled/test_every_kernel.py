@@ -13,8 +13,10 @@ from tests.compiled.dispatch import dispatch_launches
 from tests.compiled.expert_gemm import ep_moe_launches, grouped_launches, tp_moe_launches
 from tests.compiled.flash_decode import decode_launch
 from tests.compiled.helper_kernels import helper_launches, multinode_helper_launches
+from tests.compiled.quantize import quantize_launches
 from tests.compiled.targets import BF16, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
+from tests.compiled.wire import wire_launches
 
 pytestmark = needs_no_gpu
 
@@ -34,6 +36,8 @@ def test_every_kernel_is_compiled():
     for nodes in (1, 2):
         compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90", nodes=nodes)}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}
+    compiled |= {kernel for kernel, *_ in quantize_launches("sm_90").values()}
+    compiled |= {kernel for kernel, *_ in wire_launches("sm_90", BF16, 8192)}
     found = set()
     for module in pkgutil.walk_packages(tdkernels.ops.__path__, "tdkernels.ops."):
         members = inspect.getmembers(import_module(module.name))

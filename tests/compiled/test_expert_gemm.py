@@ -3,19 +3,24 @@
 import re
 
 import pytest
+import torch
 
+from tdkernels.ops.common.tile_config import Tiles
 from tests.compiled.expert_gemm import (
     EP_MOE,
     TP_MOE_ROUTE,
     TP_MOE_ROWS,
+    TP_MOE_SCALED,
     TP_MOE_SUMS,
     compile_ep_moe,
     compile_grouped,
+    compile_scaled,
+    compile_scaled_tp_moe,
     compile_tp_moe,
     grouped_launches,
 )
 from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
-from tests.support.aot import TARGETS
+from tests.support.aot import TARGETS, assemble, product_loops, unwritten
 
 pytestmark = needs_no_gpu
 
@@ -49,6 +54,60 @@ def test_grouped_gemm_on_hopper_uses_wgmma_and_tma(name, activation):
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert "mma.sync" not in ptx
+
+
+E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+FP8_TARGETS = [("sm_89", E4M3), ("sm_90", E4M3), ("sm_100", E4M3), ("gfx942", FNUZ), ("gfx950", E4M3)]
+SCALINGS = [("row", True), ("row", False), ("block", False)]  # with fast accumulation or without
+# The instructions that multiply fp8 matrices.
+MULTIPLIES = {
+    "sm_89": re.compile(r"mma\.sync\S*\.e4m3\.e4m3"), "sm_90": re.compile(r"wgmma\.mma_async\S*\.e4m3\.e4m3"),
+    "sm_100": re.compile(r"tcgen05\.mma\S*f8f6f4"), "gfx942": re.compile(r"mfma_f32_\w+_fp8_fp8"),
+    "gfx950": re.compile(r"mfma_\w+f8f6f4"),
+}
+
+
+@pytest.mark.parametrize("arch, dtype", FP8_TARGETS, ids=str)
+@pytest.mark.parametrize("activation", [None, "swiglu", "swiglu_interleaved"], ids=str)
+@pytest.mark.parametrize("kind, fast", SCALINGS)
+def test_scaled_grouped_gemm_compiles(kind, fast, activation, arch, dtype):
+    compiled = compile_scaled(arch, dtype, kind, activation, fast=fast)
+    assert MULTIPLIES[arch].search(compiled.asm["ptx" if arch.startswith("sm") else "amdgcn"])
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu", "swiglu_interleaved"], ids=str)
+@pytest.mark.parametrize("kind, fast", SCALINGS)
+def test_scaled_grouped_gemm_on_hopper_uses_wgmma_and_tma(kind, fast, activation):
+    ptx = compile_scaled("sm_90", E4M3, kind, activation, fast=fast).asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
+    report, code = assemble(ptx)
+    assert " 0 bytes spill stores" in report and "serialized" not in report
+    assert not unwritten(code)
+    main_loop = min(product_loops(code), key=len)
+    assert not any("LDSM" in text for text in main_loop), "operands are in registers"
+    # Products of "row" are added to the accumulator in fp32 unless accumulation is fast, scaled products always.
+    assert any("FADD" in text or "FFMA" in text for text in main_loop) == (not fast)
+    # A tile inside a block of the weight loads one scale of the weight, not one for each column.
+    assert sum("LDG" in text for text in main_loop) < 8
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "gfx950"])
+@pytest.mark.parametrize("dtype, w_dtype", [(E5M2, E5M2), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_scaled_grouped_gemm_of_e5m2_compiles(dtype, w_dtype, arch):
+    compile_scaled(arch, dtype, "row", w_dtype=w_dtype)
+
+
+@pytest.mark.parametrize("arch, dtype", FP8_TARGETS, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 16), (3, 10, 48), (100, 130, 272)], ids=str)
+def test_scaled_grouped_gemm_with_odd_sizes_compiles(sizes, arch, dtype):
+    for kind, activation in (("row", None), ("block", "swiglu" if sizes[1] % 2 == 0 else None)):
+        compile_scaled(arch, dtype, kind, activation, sizes=sizes)
+
+
+@pytest.mark.parametrize("arch, dtype", FP8_TARGETS, ids=str)
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_scaled_grouped_gemm_with_the_smallest_tile_compiles(kind, arch, dtype):
+    compile_scaled(arch, dtype, kind, tiles=Tiles(16, 16, 32, num_warps=4, num_stages=2))
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -85,6 +144,21 @@ def test_tp_moe_on_hopper_uses_wgmma_and_tma(name):
         # TMA reads rows that other programs have copied, so its proxy must be fenced after the wait.
         fence = ptx.index("fence.proxy.async.global", ptx.index("ld.acquire.sys"))
         assert ptx.find("cp.async.bulk.tensor", fence) > fence
+
+
+@pytest.mark.parametrize("arch, dtype", FP8_TARGETS, ids=str)
+@pytest.mark.parametrize("name", TP_MOE_SCALED)
+def test_scaled_tp_moe_compiles(name, arch, dtype):
+    compiled = compile_scaled_tp_moe(name, arch, dtype)
+    assert MULTIPLIES[arch].search(compiled.asm["ptx" if arch.startswith("sm") else "amdgcn"])
+    compile_scaled_tp_moe(name, arch, dtype, sizes=(3, 5, 7, 48, 16), ranks=3)
+
+
+@pytest.mark.parametrize("name", TP_MOE_SCALED)
+def test_scaled_tp_moe_on_hopper_uses_tma(name):
+    ptx = compile_scaled_tp_moe(name, "sm_90", E4M3).asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
+    assert not re.search(r"(?:ld|st)\.global\.[bu](?:8|16)\b", ptx), "accesses single elements"
 
 
 # Other launches and dtypes are compiled for one target of each vendor, to save time.

@@ -52,17 +52,26 @@ class Mutant:
         return mutated(getattr(import_module(self.module), self.kernel), self.old, self.new)
 
 
+# The steps of push_shard for a chunk and a peer.
+_PUT = "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)\n"
+_PUT_SCALES = (
+    "        if scales is not None:\n"
+    "            _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)\n"
+)
+_NOTIFY = (
+    "        # waiter: the peer's tiles of this chunk\n"
+    "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
+)
+
 # The letters refer to the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
         "ag_gemm push", "tdkernels.ops.collectives.kernel_async_all_gather", "push_shard",
-        "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)\n"
-        "        # waiter: the peer's tiles of this chunk\n"
-        "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)",
-        "        # waiter: the peer's tiles of this chunk\n"
-        "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
-        "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)",
-        "kernel_async_all_gather.py",
+        f"{_PUT}{_PUT_SCALES}{_NOTIFY}", f"{_NOTIFY}{_PUT}{_PUT_SCALES}", "kernel_async_all_gather.py",
+    ),
+    "the scales of a chunk are sent after its signal": Mutant(
+        "ag_gemm push scaled by block", "tdkernels.ops.collectives.kernel_async_all_gather", "push_shard",
+        f"{_PUT}{_PUT_SCALES}{_NOTIFY}", f"{_PUT}{_NOTIFY}{_PUT_SCALES}", "kernel_async_all_gather.py",
     ),
     "C: a call always uses half 0": Mutant(
         "ag_gemm push", "tdkernels.lang.calls", "call",

@@ -6,17 +6,24 @@ import torch
 from tdkernels.lang import memory
 from tdkernels.sanitizer import RaceError, record
 from tests.ops.dense.cases import config_for
+from tests.ops.dense.scaled_cases import ScaledCase
 from tests.sanitizer.mutants import MUTANTS, mutated
 from tests.support.dense_oracle import Case
 from tests.support.ranks import DEVICE, on_ranks
 from tests.support.simulated_nodes import on_nodes
-from tests.support.variants import VARIANTS
+from tests.support.variants import SCALED_SHAPE, VARIANTS, scaled
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 
 
 def run_calls(variant, number, backward):
     """Call a dense operator without checking its results, which some mutants make wrong."""
+    if variant.function is scaled:
+        operator, scaling, changes = variant.args
+        case = ScaledCase(operator, *SCALED_SHAPE, (scaling, scaling))
+        for _ in range(number):
+            case.run(case.config_for(**changes))
+        return
     operator, shape, changes = variant.args
     case = Case(operator, torch.float32, *shape, exact=True)
     for _ in range(number):

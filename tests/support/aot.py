@@ -153,7 +153,7 @@ def product_loops(code):
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]
     spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
-    loops = {span: body for span, body in loops.items() if any("HGMMA" in text for text in body)}
+    loops = {span: body for span, body in loops.items() if any("GMMA" in text for text in body)}
     return [
         body for (first, last), body in loops.items()
         if not any(first <= begin and end <= last and (begin, end) != (first, last) for begin, end in loops)

@@ -15,20 +15,26 @@ from tests.ops.attention.flash_decode import cases as decoding
 from tests.ops.attention.flash_decode.oracle import enlarge as of_sequences
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.collectives import cases as collective
+from tests.ops.collectives import quantized_cases as quantized
 from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVES
 from tests.ops.dense import cases as dense
+from tests.ops.dense import scaled_cases as dense_scaled
 from tests.ops.dense import test_dim_and_lists as dim_and_lists
 from tests.ops.dense import test_main_grad as main_grad
+from tests.ops.dense import test_scaled_calls as scaled_calls
+from tests.ops.dense import wire_cases as wire
 from tests.ops.experts.dispatch import all_to_all_cases, all_to_all_low_latency_cases, low_latency_cases
 from tests.ops.experts.dispatch import cases as expert_parallel
 from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
 from tests.ops.experts.ep_moe import cases as expert_layer
 from tests.ops.experts.tp_moe import cases as tensor_experts
 from tests.support.simulated_nodes import on_nodes
+from tests.test_protocol import COPY_ENGINE, DIRECT, FORWARD, ONE_SHOT, ONE_SHOT_TRANSPORT, PUSH
 from tests.test_protocol import VARIANTS as DENSE
 
 FP32 = torch.float32
 _DENSE = (20, 9, 7)  # rows, n, k per rank
+SCALED_SHAPE = (24, 9, 144)  # rows, n, k per rank
 _TOKENS = [3, 0, 7, 1]
 _EXPERTS = dict(tokens=_TOKENS, k=2, experts_each=2, width=33, dtype=FP32, seed=1)
 _LAYER = dict(tokens=_TOKENS, k=2, experts_each=2, width=20, hidden=12, dtype=FP32, seed=3)
@@ -41,6 +47,11 @@ _ROWS = [(FP32, 7)]
 
 def _exact(operator, shape, changes):
     dense.computes(operator, FP32, [shape], exact=True, **changes)
+
+
+def scaled(operator, scaling, changes):
+    """Call a dense operator with scaled fp8 operands."""
+    dense_scaled.computes(operator, [SCALED_SHAPE], (scaling, scaling), **changes)
 
 
 def _name(operator, changes):
@@ -80,6 +91,14 @@ ONE_NODE = {
     "ag_gemm of two weights": Variant(
         "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
     ),
+    **{
+        f"{_name(op, changes)} scaled by {scaling}": Variant(op, 3, scaled, (op, scaling, changes), 2)
+        for op, scaling, changes in (
+            ("ag_gemm", "block", PUSH), ("ag_gemm", "row", COPY_ENGINE), ("ag_gemm", "row", ONE_SHOT_TRANSPORT),
+            ("gemm_rs", "block", FORWARD), ("gemm_rs", "row", DIRECT), ("gemm_ar", "block", ONE_SHOT),
+        )
+    },
+    "ag_gemm of two scaled weights": Variant("ag_gemm", 3, scaled_calls.gathers, ((2, 3), 1, (4, 5), 48, "row")),
     "column_linear pipelined backward": Variant("column_linear", 3, main_grad.pipelined_column_linear, (15,), 2),
     "gemm_ar one_shot split K": Variant(
         "gemm_ar", 3, _exact, ("gemm_ar", (5, 9, 140), {"exchange": "one_shot", "split_k": 2})
@@ -88,6 +107,12 @@ ONE_NODE = {
         _name(op, changes): Variant(op, 3, collective.computes_gradient, (op, FP32, changes), 3)
         for op, changes in COLLECTIVES
     },
+    **{
+        f"{op} wire": Variant(op, 3, wire.computes, (op, FP32, [(20, 9, 130)], 2), 2) for op in ("ag_gemm", "gemm_rs")
+    },
+    "all_reduce quantized": Variant(
+        "all_reduce", 3, quantized.computes, (FP32, [(3400,)], quantized.SMALL_CHUNKS), 2
+    ),
     "all_to_all": Variant("all_to_all", 3, all_to_all_cases.moves, (_ROWS, 2, None), 2),
     "all_to_all low latency": Variant("all_to_all", 3, all_to_all_low_latency_cases.moves, (_ROWS, 2, None), 2),
     **{
@@ -116,6 +141,7 @@ ACROSS_NODES = {
         f"{op} across nodes of {local}": Variant(op, world_size, _exact, (op, (5, 9, 7), {}), local=local)
         for op in ("ag_gemm", "gemm_rs", "gemm_ar") for world_size, local in ((3, 1), (4, 2))
     },
+    "ag_gemm wire across nodes": Variant("ag_gemm", 4, wire.computes, ("ag_gemm", FP32, [(20, 9, 130)], 2), 2, local=2),
     "all_to_all across nodes": Variant("all_to_all", 4, all_to_all_cases.moves, (_ROWS, 2, None), 2, local=2),
     "ep_dispatch across nodes": Variant(
         "ep_dispatch", 4, expert_parallel.computes, (_EXPERTS, EXPERTS["small"]), local=2

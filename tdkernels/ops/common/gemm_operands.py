@@ -86,7 +86,8 @@ def compiled_for(
     if scales is None:
         return product
     imprecise_k = None if scales.use_fast_accum or scales.kind == "block" else tiles.block_k
-    steps = int(scales.x.numel() > 1), int(scales.weight.numel() > 1)
+    # The scale of a single row is row-wise, because ag_gemm gathers further rows.
+    steps = int(scales.x.numel() > 1 or x.shape[0] == 1), int(scales.weight.numel() > 1)
     return product._replace(
         scaling=scales.kind, x_scale_step=steps[0], w_scale_step=steps[1], imprecise_k=imprecise_k
     )

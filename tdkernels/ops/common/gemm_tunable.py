@@ -83,7 +83,8 @@ class DenseTunable(ConfigTunable):
         return True
 
     def why_not(self, problem: "Problem") -> str | None:
-        return super().why_not(problem) or why_not_scaled(problem) or self.why_not_divided(problem, self.divided)
+        reason = super().why_not(problem) or self.why_not_divided(problem, self.divided)
+        return reason or why_not_scaled(problem, self.operand_sizes(problem)[2])
 
     def default_layout(self, dtype: torch.dtype) -> str:
         return LAYOUTS[0] if dtype in FP8 else self.layouts[0]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.ops.common.scaling import (
+    CODE_MULTIPLE,
     FP8,
     LAYOUTS,
     Scales,
@@ -37,8 +38,15 @@ def out_bytes(problem: "Problem") -> int:
     return torch.bfloat16.itemsize if is_scaled(problem) else problem.torch_dtype.itemsize
 
 
-def why_not_scaled(problem: "Problem") -> str | None:
-    """Return why the dtype and the layout of a problem do not fit together, or None."""
+def why_not_scaled(problem: "Problem", k: int) -> str | None:
+    """Return why a problem is invalid if it is scaled, or why its layout and its dtype do not fit together, or None.
+
+    ``k``: the K of a rank.
+    """
+    if is_scaled(problem) and problem.torch_dtype in FP8:
+        if problem.num_nodes > 1:
+            return 'on several nodes float8 operands support only method "torch", so there is nothing to tune'
+        return f"K of a rank must be a multiple of {CODE_MULTIPLE} for float8, not {k}" if k % CODE_MULTIPLE else None
     if is_scaled(problem) == (problem.torch_dtype in FP8):
         return None
     if is_scaled(problem):

@@ -68,10 +68,10 @@ class Scales(NamedTuple):
 
 def layout_of(kind: str, use_fast_accum: bool) -> str:
     """Return the ``layout`` of the tuner's Problem for scaled operands."""
-    return "scaled by block" if kind == "block" else "scaled, fast" if use_fast_accum else "scaled"
+    return "scaled by block" if kind == "block" else "scaled fast" if use_fast_accum else "scaled"
 
 
-LAYOUTS = ("scaled", "scaled, fast", "scaled by block")
+LAYOUTS = ("scaled", "scaled fast", "scaled by block")
 
 
 def is_fp8(tensor: Any) -> bool:
@@ -190,6 +190,19 @@ def reject_gradients(operator: str, tensors: tuple[Any, ...], instead: str = _TR
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(f"{operator}: operands with scales have no gradient; {instead}")
+
+
+def invalid_tiles(tiles: Any, kind: str) -> str | None:
+    """Return why a ``Tiles`` does not suit the scales ("row" or "block"), or None if it does or is None.
+
+    A step of the main loop, and 128 columns of a tile, must have the same block-wise scale of the weight.
+    """
+    if kind != "block" or tiles is None:
+        return None
+    for name, most in (("block_k", BLOCK), ("block_n", 2 * BLOCK)):
+        if getattr(tiles, name) > most:
+            return f"{name} must be at most {most} with block-wise scales, not {getattr(tiles, name)}"
+    return None
 
 
 def check_no_scales(operator: str, x: Any) -> None:

@@ -104,7 +104,7 @@ def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
     if device.type == "cpu":
         return tiles
     tiles = replace(tiles, block_k=max(tiles.block_k, 128))
-    if layout == "scaled, fast" or tiles.block_m * tiles.block_n <= 64 * 32 * tiles.num_warps:
+    if layout == "scaled fast" or tiles.block_m * tiles.block_n <= 64 * 32 * tiles.num_warps:
         return tiles
     if tiles.block_m * tiles.block_n <= 64 * 32 * 8:
         return replace(tiles, num_warps=8)

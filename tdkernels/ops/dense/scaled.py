@@ -22,7 +22,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument, check_config, with_config
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.scaling import BLOCK, Scales, check_scaled_operands, scaled_linear
+from tdkernels.ops.common.scaling import Scales, check_scaled_operands, invalid_tiles, scaled_linear
 from tdkernels.ops.common.torch_collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tdkernels.ops.dense.ag_gemm import launch as ag_gemm_launch
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
@@ -197,12 +197,7 @@ def call(
     scales = check_scaled_operands(operator, x, weight, bias, scale_x, scale_w, out_dtype, use_fast_accum)
     check()
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    check_config(operator, config, _OPERATORS[operator].config_class, x)
-    if scales.kind == "block" and getattr(config, "tiles", None) is not None and config.tiles.block_k > BLOCK:
-        raise ValueError(
-            f"{operator}: config cannot run: block_k must be at most {BLOCK} with block-wise scales, "
-            f"not {config.tiles.block_k}"
-        )
+    _check_config(operator, config, x, scales, group)
     text = as_argument(config)
     z = getattr(torch.ops.tdkernels, f"{operator}_scaled")(
         x_rows, weight, bias, scales.x, scales.weight, scales.kind, scales.out_dtype, scales.use_fast_accum,
@@ -210,6 +205,18 @@ def call(
     )
     _keep_call(key, operator, group, x_rows, weight, scales, text, z.shape)
     return z
+
+
+def _check_config(operator, config, x, scales, group):
+    """Raise an error unless the config can run with these scales and on this group, or is None."""
+    check_config(operator, config, _OPERATORS[operator].config_class, x)
+    if config is None or config.method == "torch":
+        return
+    if spans_nodes(group):
+        raise NotImplementedError(f'{operator}: on several nodes float8 operands support only method "torch"')
+    reason = invalid_tiles(config.tiles, scales.kind)
+    if reason is not None:
+        raise ValueError(f"{operator}: config cannot run: {reason}")
 
 
 def _keep_call(key, operator, group, x_rows, weight, scales, text, shape):

@@ -8,7 +8,7 @@ from tests.ops.dense import scaled_cases as cases
 from tests.ops.dense.test_dense import ONE_SHOT_EXCHANGE, ONE_SHOT_TRANSPORT
 from tests.support.dense_oracle import OPERATORS
 from tests.support.ranks import on_ranks
-from tests.support.subset import pairs
+from tests.support.subset import pairs, turns
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 SCALINGS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"), ("block", "block")]
@@ -43,7 +43,7 @@ def test_scalings(world_size, scaling, operator):
     on_ranks(world_size, cases.computes, operator, shapes_of(operator), scaling)
 
 
-@pytest.mark.parametrize("operator, config", [(name, config) for name in OPERATORS for config in CONFIGS[name]], ids=str)
+@pytest.mark.parametrize("operator, config", [(op, config) for op in OPERATORS for config in CONFIGS[op]], ids=str)
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_configs(operator, config, scaling):
     on_ranks(2, cases.computes, operator, shapes_of(operator), (scaling, scaling), **config)
@@ -54,3 +54,35 @@ def test_configs(operator, config, scaling):
 def test_output_dtypes(operator, out_dtype):
     options = {"out_dtype": out_dtype, "dtypes": (cases.E5M2, cases.E4M3)}
     on_ranks(2, cases.computes, operator, shapes_of(operator)[:2], options=options, fast=True)
+
+
+SPECIAL = [
+    ("ag_gemm", {}), ("ag_gemm", {"transport": "push", "num_comm_sms": 3}), ("ag_gemm", ONE_SHOT_TRANSPORT),
+    ("gemm_rs", {}), ("gemm_rs", {"transport": "direct"}), ("gemm_rs", {**ONE_SHOT_TRANSPORT, "split_k": 2}),
+    ("gemm_ar", {}), ("gemm_ar", {"exchange": "two_shot", "transport": "direct"}), ("gemm_ar", ONE_SHOT_EXCHANGE),
+]
+
+
+@pytest.mark.parametrize("operator, changes, scaling", turns(SPECIAL, [("row",), ("block",), ("tensor",)]), ids=str)
+def test_special_values(operator, changes, scaling):
+    on_ranks(2, cases.handles_special_values, operator, scaling, **changes)
+
+
+@pytest.mark.parametrize("operator, changes, scaling", turns(SPECIAL, [("row",), ("block",)]), ids=str)
+def test_same_bits(operator, changes, scaling):
+    on_ranks(2, cases.same_bits, operator, EVEN[0] if operator == "gemm_rs" else SHAPES[0], scaling, **changes)
+
+
+@each_operator
+def test_four_ranks_and_minimal_shapes(operator):
+    """One column, no full tile, and K of one code group."""
+    rows = 8 if operator == "gemm_rs" else 2
+    on_ranks(4, cases.computes, operator, [(rows, 1, 16), (4 * rows, 17, 144)])
+
+
+@each_operator
+def test_one_row_per_rank(operator):
+    """A row-wise scale has the shape of a tensor-wise one, and so has a block-wise one for K of at most 128."""
+    rows = 2 if operator == "gemm_rs" else 1
+    for scaling, k in (("row", 16), ("block", 16), ("block", 144)):
+        on_ranks(2, cases.computes, operator, [(rows, 17, k), (rows, 1, k)], (scaling, scaling))

@@ -246,9 +246,10 @@ def _scaled(x, weight, bias, dim, main_grad, scaling, group, config):
         check_dim("gemm_rs", "x", x, dim)
         _check_divisible(x, dim, world_size)
 
-    if dim == 1 and x.dim() == 3 and x.shape[0] > 1 and x.numel() and x.shape[1] % world_size == 0:
+    has_rows = isinstance(x, torch.Tensor) and x.dim() > 2 and x.numel() > 0
+    if dim == 1 and has_rows and x.shape[0] > 1 and x.shape[1] % world_size == 0:
         # Rows are ordered by their owner in a pass of their own, and so are their scales.
-        segment_rows = x.shape[1] // world_size
+        segment_rows = segment_rows_of(x, dim, world_size)
         rows = by_rank(x.view(torch.uint8).reshape(-1, x.shape[-1]), segment_rows, world_size).view(x.dtype)
         if scale_x.numel() > 1:
             scale_x = by_rank(scale_x.reshape(rows.shape[0], -1), segment_rows, world_size)

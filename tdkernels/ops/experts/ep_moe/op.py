@@ -16,6 +16,8 @@ gradient of x is sent back.
 
 With ``EpMoeConfig(method="fused")`` the GEMMs overlap the communication, forward and backward, see ``ep_moe_fused``.
 
+For inference, weights may be in fp8 (``steps.fp8_experts``).
+
 Example:
     weights, ids = torch.topk(torch.softmax(x @ router, -1), 8)
     y = tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, num_experts=64)
@@ -24,6 +26,7 @@ Example:
 import torch
 
 from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.scaling import check_fp8
 from tdkernels.ops.common.validation import check_tensor
 from tdkernels.ops.experts.dispatch.op import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
@@ -31,10 +34,18 @@ from tdkernels.ops.experts.dispatch.token_buckets import with_capacity
 from tdkernels.ops.experts.dispatch.validation import check_dispatch, check_most_tokens
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
 from tdkernels.ops.experts.ep_moe.fused import ep_moe_fused, why_not
-from tdkernels.ops.experts.ep_moe.steps import experts, receive
+from tdkernels.ops.experts.ep_moe.steps import experts, fp8_experts, receive
 from tdkernels.ops.experts.ep_moe.torch_op import ep_moe_compiled
-from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, group_gemm_ref
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
+    check_fp8_config,
+    check_fp8_experts,
+    check_fp8_scale,
+    check_scales_given,
+    reject_fp8_gradients,
+)
+from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
+from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import GroupLike, resolve_group
@@ -56,10 +67,14 @@ def ep_moe_ref(
 # ---- checks ----
 
 
-def _check(request, topk_weights, w_gate_up, w_down, activation, config):
+def _check(request, topk_weights, w_gate_up, w_down, scales, activation, config):
     """Raise TypeError or ValueError if arguments are invalid on this rank, naming the argument and its shape."""
     operator, x, num_experts, world_size = request.operator, request.x, request.num_experts, request.group.size()
-    check_experts(operator, x, w_gate_up, "w_gate_up")
+    if scales is None:
+        check_experts(operator, x, w_gate_up, "w_gate_up")
+    else:
+        check_scales_given(operator, scales)
+        check_fp8_experts(operator, x, w_gate_up, scales[0], "w_gate_up", "scale_gate_up")
     for name, tensor in (("topk_weights", topk_weights), ("w_down", w_down)):
         check_tensor(operator, name, tensor, None, x)
     check_dispatch(request, topk_weights, None)
@@ -67,7 +82,7 @@ def _check(request, topk_weights, w_gate_up, w_down, activation, config):
     if activation is None:
         raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS[1:]}, not None")
     check_activation(operator, activation, w_gate_up, "w_gate_up")
-    if w_down.dtype != x.dtype:
+    if scales is None and w_down.dtype != x.dtype:
         raise TypeError(f"{operator}: x is {x.dtype} but w_down is {w_down.dtype}")
     mine = num_experts // world_size
     if w_gate_up.shape[0] != mine:
@@ -82,6 +97,10 @@ def _check(request, topk_weights, w_gate_up, w_down, activation, config):
             f"{list(w_gate_up.shape)}, its shape is {list(w_down.shape)}"
         )
     check_config(operator, config, EpMoeConfig, x)
+    if scales is not None:
+        check_fp8(operator, "w_down", w_down)
+        check_fp8_scale(operator, x, w_down, scales[1], "w_down", "scale_down")
+        check_fp8_config(operator, config and config.gemm, w_gate_up, "gemm: ")
 
 
 # ---- public function ----
@@ -90,7 +109,8 @@ def _check(request, topk_weights, w_gate_up, w_down, activation, config):
 def ep_moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, num_experts: int, activation: str | None = "swiglu", quantize: str | None = None, max_tokens: int | None = None,
-    max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpMoeConfig | None = None,
+    max_tokens_per_rank: int | None = None, scale_gate_up: torch.Tensor | None = None,
+    scale_down: torch.Tensor | None = None, group: GroupLike = None, config: EpMoeConfig | None = None,
 ) -> torch.Tensor:
     """Apply a mixture of experts whose experts are divided between the ranks.
 
@@ -101,24 +121,30 @@ def ep_moe(
         topk_ids: Experts of each token, [T, k] int32 or int64. An id of -1 drops the assignment.
         topk_weights: Routing weight of each assignment, [T, k], of a floating-point dtype.
         w_gate_up: First weights of this rank's experts, [E / W, 2 * I, H], in the layout of torch.nn.Linear and the
-            dtype of x.
-        w_down: Second weights of this rank's experts, [E / W, H, I], in the dtype of x.
+            dtype of x, or in float8 with ``scale_gate_up``.
+        w_down: Second weights of this rank's experts, [E / W, H, I], in the dtype of x, or in float8 with
+            ``scale_down``.
         num_experts: Number of experts E, divisible by W.
         activation: "swiglu" or "swiglu_interleaved". With "swiglu" the first I rows of an expert in w_gate_up are the
             gate, the others are up. With "swiglu_interleaved" gate and up rows alternate.
         quantize: None or "fp8". With "fp8" tokens are sent as float8_e4m3fn with an fp32 scale per 128 channels, and
-            converted back to the dtype of x for the GEMMs. Then x has no gradient; all other operands have one.
+            converted back to the dtype of x for the GEMMs, or multiplied as they are by weights in float8. Then x has
+            no gradient; all other operands have one.
         max_tokens: As in ``ep_dispatch``: upper bound of the rows that any rank receives or stages. The host does not
             wait then. With method "fused" it must also be at least T * k on every rank.
         max_tokens_per_rank: As in ``ep_dispatch``: upper bound B of T on all ranks, the same on all of them. With few
             tokens dispatch is then a single launch. max_tokens may be omitted; it is then W * B * min(k, E / W). Method
             "fused" allocates symmetric memory for that many rows and for B * k assignments, which is a lot if the bound
             is large.
+        scale_gate_up: For weights in float8: the scale of w_gate_up in fp32, [E / W, ceil(2 * I / 128), ceil(H / 128)],
+            one for each 128 x 128 elements. H and I must be multiples of 16. Rows are quantized in blocks of 1 x 128
+            before each GEMM, so float8 weights are for inference.
+        scale_down: The scale of w_down, [E / W, ceil(H / 128), ceil(I / 128)].
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: EpMoeConfig. None selects the best known config (see tdkernels.autotune). A config of the whole layer
             is looked up if the host waits for the number of rows. It is also looked up if max_tokens_per_rank is given,
             and max_tokens, if given too, is at least B * k and B * (W - 1). Otherwise, or if none is tuned, it is the
-            sequence, whose parts select their own configs.
+            sequence, whose parts select their own configs. Weights in float8 always use the sequence.
 
     Returns:
         y [T, H] in the dtype of x. GEMMs accumulate in fp32 and round their results to the dtype of x. The sum over the
@@ -127,13 +153,14 @@ def ep_moe(
     Gradient:
         Of x, topk_weights, w_gate_up and w_down. The gradients of the weights are complete: they include the tokens of
         all ranks, and are zero for an expert without tokens. The backward is collective, also for ranks without tokens.
+        With weights in float8 there is no gradient.
 
     Raises:
         TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
         ValueError: On every rank, as in ``ep_dispatch``: if the ranks disagree, if an id is out of range, or if there
             are more rows than max_tokens or more tokens than max_tokens_per_rank.
         PeerTimeoutError: If a peer does not make the call in time.
-        RuntimeError: In a backward with create_graph=True.
+        RuntimeError: In a backward with create_graph=True; if an operand requires a gradient and weights are in float8.
 
     Contract:
         Collective over ``group``. The host synchronizes unless max_tokens or max_tokens_per_rank is given. With one of
@@ -143,39 +170,46 @@ def ep_moe(
         The sequence of ep_dispatch, group_gemm and ep_combine, as in DeepEP (https://github.com/deepseek-ai/DeepEP).
     """
     group = resolve_group(group)
-    x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
+    scales = None if scale_gate_up is None and scale_down is None else (scale_gate_up, scale_down)
+    if scales is None:
+        x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
+    else:
+        (x,) = autograd.apply_autocast(x)
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
     known, key = call_cache.lookup(
-        "ep_moe", group, layer, (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config)
+        "ep_moe", group, (*layer, scale_gate_up, scale_down),
+        (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config),
     )
     request = DispatchRequest(
         "ep_moe", group, x, topk_ids, num_experts, None, quantize, max_tokens, max_tokens_per_rank
     )
     if known is None:
-        _check(request, topk_weights, w_gate_up, w_down, activation, config)
-        fused = config is not None and _is_fused(config, quantize, group)
+        _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
+        fused = config is not None and _is_fused(config, quantize, group, scales)
         max_tokens = with_capacity(request.shape).max_tokens
-        layout = None  # torch.compile always uses the sequence
-        if config is None and not torch.compiler.is_compiling():
+        layout = None  # torch.compile and weights in fp8 always use the sequence
+        if config is None and scales is None and not torch.compiler.is_compiling():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         known = fused, max_tokens, layout
         call_cache.insert(group, key, known)
     fused, max_tokens, layout = known
-    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+    if scales is not None:
+        reject_fp8_gradients("ep_moe", *layer, *scales)
+    elif quantize is not None and torch.is_grad_enabled() and x.requires_grad:
         raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
-    if max_tokens is not None and torch.compiler.is_compiling():
+    if max_tokens is not None and scales is None and torch.compiler.is_compiling():
         settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
         texts = map(as_argument, (config or SEQUENCE).parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)  # type: ignore[arg-type]
     request = request._replace(max_tokens=max_tokens)
-    return _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, layout)
+    return _run(request, topk_weights, w_gate_up, w_down, scales, activation, config, fused, layout)
 
 
-def _is_fused(config, quantize, group):
+def _is_fused(config, quantize, group, scales):
     """Return whether the config selects method "fused". Raise ValueError if the call does not support it."""
     if config.method != "fused":
         return False
-    reason = why_not(group, quantize)
+    reason = why_not(group, quantize) if scales is None else "it cannot multiply weights in float8"
     if reason is not None:
         raise ValueError(f'ep_moe: config cannot run: method "fused" does not support this call: {reason}')
     return True
@@ -183,7 +217,7 @@ def _is_fused(config, quantize, group):
 
 @outside_graphs
 @whole_call
-def _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, layout):
+def _run(request, topk_weights, w_gate_up, w_down, scales, activation, config, fused, layout):
     x, ids, group, counted = request.x, request.ids, request.group, None
     if config is None:
         config = SEQUENCE
@@ -194,10 +228,13 @@ def _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, la
         return ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted)
     if counted is not None:
         ids = handle_for(config, counted, request)
-    ep, gemm = config.parts(x)
-    rows, splits, handle = receive(
+    ep, gemm = config.parts(x if scales is None else w_gate_up)
+    recv, handle = receive(
         x, ids, topk_weights, request.num_experts, request.quantize, request.max_tokens, request.max_tokens_per_rank,
         group, ep,
     )
-    made = experts(rows, splits, w_gate_up, w_down, activation, gemm)
+    if scales is None:
+        made = experts(recv, w_gate_up, w_down, activation, x.dtype, gemm)
+    else:
+        made = fp8_experts(recv, w_gate_up, w_down, scales, activation, x.dtype, gemm)
     return ep_combine(made, handle, group=group)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tdkernels.ops.experts.dispatch.op import ep_dispatch
 from tdkernels.ops.experts.dispatch.quantize import dequantize
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tdkernels.ops.experts.dispatch.config import EpConfig
-    from tdkernels.ops.experts.dispatch.op import EpHandle
+    from tdkernels.ops.experts.dispatch.op import EpHandle, EpTokens
     from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
 
@@ -19,11 +20,8 @@ def receive(
     x: "torch.Tensor", topk_ids: "torch.Tensor | EpHandle", topk_weights: "torch.Tensor", num_experts: int,
     quantize: str | None, max_tokens: int | None, max_tokens_per_rank: int | None, group: "dist.ProcessGroup",
     config: "EpConfig | None",
-) -> "tuple[torch.Tensor, torch.Tensor, EpHandle]":
-    """Dispatch tokens, and return (rows of this rank's experts in the dtype of x, splits, handle).
-
-    Arguments are those of ``ep_dispatch``. ``splits`` [E / W] is the number of rows of each expert.
-    """
+) -> "tuple[EpTokens, EpHandle]":
+    """Dispatch tokens, and return (rows of this rank's experts, handle). Arguments are those of ``ep_dispatch``."""
     recv, handle = ep_dispatch(
         x, topk_ids, topk_weights.detach(),  # type: ignore[arg-type]
         num_experts=num_experts, quantize=quantize, max_tokens=max_tokens, max_tokens_per_rank=max_tokens_per_rank,
@@ -32,14 +30,30 @@ def receive(
     # The combine applies the routing weights and has their gradient. The dispatch sends detached weights, so its
     # backward sends no gradient for them.
     handle._topk_weights = topk_weights
-    rows = recv.x if quantize is None else dequantize(recv.x, recv.scales, x.dtype)
-    return rows, recv.splits, handle
+    return recv, handle
+
+
+def rows_of(recv: "EpTokens", dtype: "torch.dtype") -> "torch.Tensor":
+    """Return the received rows in ``dtype``: dequantized if they were sent in fp8."""
+    return recv.x if recv.scales is None else dequantize(recv.x, recv.scales, dtype)
 
 
 def experts(
-    rows: "torch.Tensor", splits: "torch.Tensor", w_gate_up: "torch.Tensor", w_down: "torch.Tensor", activation: str,
+    recv: "EpTokens", w_gate_up: "torch.Tensor", w_down: "torch.Tensor", activation: str, dtype: "torch.dtype",
     config: "GroupGemmConfig | None",
 ) -> "torch.Tensor":
-    """Apply the experts of this rank to their rows."""
-    hidden = group_gemm(rows, w_gate_up, splits, activation=activation, config=config)
-    return group_gemm(hidden, w_down, splits, config=config)
+    """Apply the experts of this rank, with weights in ``dtype``, to their rows."""
+    hidden = group_gemm(rows_of(recv, dtype), w_gate_up, recv.splits, activation=activation, config=config)
+    return group_gemm(hidden, w_down, recv.splits, config=config)
+
+
+def fp8_experts(
+    recv: "EpTokens", w_gate_up: "torch.Tensor", w_down: "torch.Tensor", scales: "tuple[torch.Tensor, torch.Tensor]",
+    activation: str, dtype: "torch.dtype", config: "GroupGemmConfig | None",
+) -> "torch.Tensor":
+    """Apply the experts of this rank, with weights in fp8, to their rows. Return the result in ``dtype``.
+
+    ``scales`` are those of w_gate_up and of w_down. Rows that were sent in fp8 are multiplied as they are.
+    """
+    hidden = fp8_product(recv.x, w_gate_up, scales[0], recv.splits, dtype, activation, recv.scales, config)
+    return fp8_product(hidden, w_down, scales[1], recv.splits, dtype, config=config)

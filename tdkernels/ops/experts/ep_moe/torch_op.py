@@ -12,7 +12,7 @@ from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.op import ep_combine
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.route import plan_route, route
-from tdkernels.ops.experts.ep_moe.steps import receive
+from tdkernels.ops.experts.ep_moe.steps import receive, rows_of
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm.whole_call import whole_call
@@ -24,9 +24,10 @@ def _ep_moe(
     keep, group, ep, gemm,
 ):
     group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
-    rows, splits, handle = receive(
+    recv, handle = receive(
         x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
     )
+    rows, splits = rows_of(recv, x.dtype), recv.splits
     hidden, pre = torch.ops.tdkernels.group_gemm(rows, w_gate_up, splits, activation, keep, gemm)
     made, _ = torch.ops.tdkernels.group_gemm(hidden, w_down, splits, "", False, gemm)
     y = ep_combine(made, handle, group=group)

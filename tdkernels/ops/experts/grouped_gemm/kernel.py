@@ -9,12 +9,13 @@ groups do not delay others.
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import add_product, as_aligned, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import add_product, as_aligned, scale_of_row, store_rows, swizzle
 from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES, INTERLEAVED, NONE, swiglu
 from tdkernels.ops.experts.grouped_gemm.tile import (
     group_of,
     grouped_tile,
     rows_of_groups,
+    scales_of_expert,
     tile_of_groups,
     tiles_of_groups,
 )
@@ -51,11 +52,14 @@ def store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT: tl.
 # Compiled once per tile and number of experts, rounded up to a power of two. The shape does not matter.
 @td.jit(do_not_specialize=["num_experts", "R", "N", "K", "stride_plane", "stride_w", "group_m"])
 def group_gemm_kernel(
-    x_ptr, x_desc, w_ptr, w_desc, splits_ptr, y_ptr, pre_ptr,
+    x_ptr, x_desc, w_ptr, w_desc, x_scale_ptr, w_scale_ptr, splits_ptr, y_ptr, pre_ptr,
     num_experts, R, N, K, stride_plane, stride_w, group_m,
     EXPERTS: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, see ``planes_of``."""
+    """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, see ``planes_of``.
+
+    ``x_scale_ptr`` and ``w_scale_ptr`` are the scales of fp8 operands, see ``scaling.Scales``, or None.
+    """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     N = as_aligned(N, PRODUCT.aligned)
@@ -66,8 +70,8 @@ def group_gemm_kernel(
     rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
     # Flattened: the first loads of a tile are in flight while the tile before is stored. Not with SwiGLU: flattened
-    # loops with two accumulators took 1.1 to 1.5 times as long (H100). Without TMA it was not measured.
-    FLAT: tl.constexpr = PRODUCT.use_tma and PRODUCT.activation == NONE
+    # loops with two accumulators took 1.1 to 1.5 times as long (H100). Without TMA and with scales it was not measured.
+    FLAT: tl.constexpr = PRODUCT.use_tma and PRODUCT.activation == NONE and PRODUCT.scaling == ""
     for tile in tl.range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0), flatten=FLAT):
         expert, begin, end, row, pid_n = tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS, BLOCK_M)
         col = pid_n * BLOCK_N
@@ -78,6 +82,8 @@ def group_gemm_kernel(
         acc, second = grouped_tile(
             acc, acc, x_at, x_desc, 0, row, offs_m < end,
             w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty, PRODUCT,
+            scale_of_row(x_scale_ptr, row, K, PRODUCT), end - row,
+            scales_of_expert(w_scale_ptr, expert, N, K, PRODUCT),
         )
         store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT)
 

@@ -6,7 +6,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.tile_config import Tiles, default_tiles
+from tdkernels.ops.common.scaling import BLOCK, Scales, out_dtype_of
+from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
@@ -46,10 +47,11 @@ def weight_layout(w: torch.Tensor, activation: str | None = None) -> tuple[torch
     """Return (weight, plane stride, row stride, is_kn), where ``is_kn`` means that planes are stored as [K, N].
 
     The weight is copied only if its planes are neither row-major nor column-major. With activation "swiglu" gate and
-    up are separate planes, which must all have the same distance.
+    up are separate planes, which must all have the same distance. A weight in fp8 is also copied if its planes are
+    column-major, because tensor cores read such planes in 16-bit types only.
     """
     halves = activation == "swiglu"
-    if not halves and lies_as_kn(w):
+    if not halves and w.element_size() > 1 and lies_as_kn(w):
         return w, w.stride(0), w.stride(2), True
     if not _is_stored_nk(w, halves):
         w = w.contiguous()
@@ -59,7 +61,7 @@ def weight_layout(w: torch.Tensor, activation: str | None = None) -> tuple[torch
 def tma_fits(x_k: int, w: torch.Tensor, stride_plane: int, stride_w: int, is_kn: bool, tiles: Tiles) -> bool:
     """Return whether rows of ``x_k`` elements and the weight can be read through tensor descriptors (TMA)."""
     size = w.element_size()
-    if not gpu.has_tma(w.device) or size != 2 or w.data_ptr() % 16:
+    if not gpu.has_tma(w.device) or size > 2 or w.data_ptr() % 16:
         return False
     if is_kn and x_k % tiles.block_k:
         return False  # a block past the last row of a plane would read the next plane, which may contain NaN
@@ -78,7 +80,7 @@ def weight_descriptor(
 
 def product_constants(
     rows_k: int, w: torch.Tensor, planes: int, n: int, strides: list[int], is_kn: bool, activation: str | None,
-    tiles: Tiles,
+    tiles: Tiles, scales: Scales | None = None,
 ) -> tuple[TensorDescriptor | None, dict[str, Any]]:
     """Return (descriptor of the weight or None, the constexpr argument ``PRODUCT`` and the launch options).
 
@@ -95,7 +97,22 @@ def product_constants(
         gemm_operands.aligned(n, rows_k, stride_plane, stride_w), rows_k % tiles.block_k == 0, tma, is_kn,
         NUMBERS[activation], activation == "swiglu", gemm_operands.dot_precision(w.dtype),
     )
+    if scales is not None:
+        product = product._replace(**_scaling_constants(w, scales, product, n))
     return desc, {"PRODUCT": product, **tiles.options()}
+
+
+def _scaling_constants(w, scales, product, n):
+    """Return the fields of GroupedProduct for scaled operands. ``n`` is the N of a plane."""
+    if scales.kind == "block":
+        # Tiles of the second plane begin at row N of the expert's weight.
+        return {"scaling": "block", "crosses_blocks": product.pair and n % min(product.block_n, BLOCK) > 0}
+    number = scales.weight.numel()
+    return {
+        "scaling": "row", "x_scale_step": int(scales.x.numel() > 1), "w_scale_step": int(number > w.shape[0]),
+        "expert_scale_step": int(number == w.shape[0] > 1),
+        "imprecise_k": None if scales.use_fast_accum else product.block_k,
+    }
 
 
 def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles) -> TensorDescriptor | None:
@@ -105,30 +122,34 @@ def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles)
     return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
 
 
-def _tiles_for(rows, n, x, config):
-    tiles = None if config is None else config.tiles
-    return tiles or default_tiles(rows, n, x.dtype, x.device)
+def _tiles_for(rows, n, x, config, scales=None):
+    if config is not None and config.tiles is not None:
+        return config.tiles
+    tiles = default_tiles(rows, n, x.dtype, x.device)
+    return tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
 
 
 def product(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None = None, keep: bool = False,
-    config: "GroupGemmConfig | None" = None,
+    config: "GroupGemmConfig | None" = None, scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the grouped product of x [R, K], w [E, N, K] and splits [E], and return (y, pre).
 
-    ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None.
+    ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None. ``scales`` are those of
+    fp8 operands.
     """
     x = gemm_operands.rows_contiguous(x)
     keep = keep and activation is not None
     if not x.shape[0]:
-        width = w.shape[1] // 2 if activation else w.shape[1]
-        return x.new_empty(0, width), x.new_empty(0, w.shape[1]) if keep else None
-    made = launch_cached(*_call(x, weight_layout(w, activation)[0], splits, activation, keep, config))
+        width, dtype = w.shape[1] // 2 if activation else w.shape[1], out_dtype_of(x, scales)
+        return x.new_empty(0, width, dtype=dtype), x.new_empty(0, w.shape[1], dtype=dtype) if keep else None
+    made = launch_cached(*_call(x, weight_layout(w, activation)[0], splits, activation, keep, config, scales))
     return made[0], made[1] if keep else None
 
 
 def bind_product(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, config: "GroupGemmConfig | None",
+    scales: Scales | None = None,
 ) -> Launch | None:
     """Return the bound Launch of ``product`` for these operands.
 
@@ -137,26 +158,38 @@ def bind_product(
     if not x.shape[0]:
         return None
     taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
-    return bind_uncopied((x, w, splits), *_call(*taken, activation, False, config))
+    given = x, w, splits, *gemm_operands.scale_operands(scales)
+    return bind_uncopied(given, *_call(*taken, activation, False, config, scales))
 
 
-def _call(x, w, splits, activation, keep, config):
+def _call(x, w, splits, activation, keep, config, scales):
     """Return the arguments of ``launch_cached`` for ``product``."""
     workspace = local_workspace_of(x.device)
     key = "group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)
-    return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config)
+    if scales is None:
+        return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config, None)
+    key = *key, scales.key
+    operands = x, w, splits, *map(gemm_operands.rows_contiguous, gemm_operands.scale_operands(scales))
+
+    def prepare(x, w, splits, scale_x, scale_w):
+        given = scales._replace(x=scale_x, weight=scale_w)
+        return _prepare(workspace, x, w, splits, activation, keep, config, given)
+
+    return workspace, key, operands, prepare
 
 
-def _prepare(workspace, x, w, splits, activation, keep, config):
+def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     rows, (experts, width) = x.shape[0], w.shape[:2]
-    made = [output_spec(x, rows, width // 2 if activation else width)]
+    dtype = out_dtype_of(x, scales)
+    made = [output_spec(x, rows, width // 2 if activation else width, dtype=dtype)]
     if keep:
-        made.append(output_spec(x, rows, width))
-    args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config)
+        made.append(output_spec(x, rows, width, dtype=dtype))
+    args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config, scales)
     tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
     upper = (rows // tiles.block_m + min(experts, rows)) * tiles_n
     grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
-    return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), made, [])
+    operands = x, w, splits, *gemm_operands.scale_operands(scales)
+    return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
 
 
 def compile(
@@ -166,19 +199,20 @@ def compile(
     if x.device.type == "cpu":
         return  # interpreted
     x = gemm_operands.rows_contiguous(x)
-    args, constants, _ = _arguments(x, w, splits, x.new_empty(1), None, activation, config)
+    args, constants, _ = _arguments(x, w, splits, x.new_empty(1), None, activation, config, None)
     group_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def _arguments(x, w, splits, y, pre, activation, config):
+def _arguments(x, w, splits, y, pre, activation, config, scales):
     rows, k = x.shape
     experts = w.shape[0]
-    tiles = _tiles_for(rows // experts, w.shape[1], x, config)
+    tiles = _tiles_for(rows // experts, w.shape[1], x, config, scales)
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
-    w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
     x_desc = rows_descriptor(x, constants, tiles)
-    args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, *strides, tiles.group_m
+    args = x, x_desc, w, w_desc, *gemm_operands.scale_pointers(scales), splits, y, pre
+    args = *args, experts, rows, n, k, *strides, tiles.group_m
     return args, {"EXPERTS": next_power_of_2(experts), **constants}, tiles
 
 

@@ -8,23 +8,24 @@ it.
 
 Backward. dx is a group_gemm with transposed weights. dw sums over the rows of each group.
 
+fp8. With scales, x and w are float8 codes (``scaled``): the kernel multiplies the accumulator by the scales, before the
+activation.
+
 Example:
     recv, handle = tdkernels.ep_dispatch(x, topk_ids, topk_weights, num_experts=64)
     h = tdkernels.group_gemm(recv.x, w_gate_up, recv.splits, activation="swiglu")
     y = tdkernels.ep_combine(tdkernels.group_gemm(h, w_down, recv.splits), handle)
 """
 
-from typing import Any
-
 import torch
 
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument, check_config, from_text
-from tdkernels.ops.common.validation import INTEGERS, check_floats, check_tensor
-from tdkernels.ops.experts.grouped_gemm import dispatch, launch
+from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call
+from tdkernels.ops.experts.grouped_gemm import dispatch, launch, scaled
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
-from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref, why_not_torch
-from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
+from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref
+from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts, check_method, check_splits
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.autograd import fake_gradients, unpack_gradients
 from tdkernels.runtime.torch_op import register
@@ -94,89 +95,48 @@ class _GroupGemm(torch.autograd.Function):
         return *unpack_gradients(gradients, need), None, None, None
 
 
-# ---- checks ----
-
-
-def check_experts(operator: str, x: torch.Tensor, w: torch.Tensor, name: str = "w", rows: str = "x") -> None:
-    """Check that rows x [R, K] and weights w [E, N, K] fit together.
-
-    Args:
-        operator: Name of the operator, for errors.
-        x: The rows, called ``rows`` in errors.
-        w: The weights, called ``name`` in errors.
-
-    Raises:
-        TypeError, ValueError: If not. The message names the argument and its shape.
-    """
-    check_floats(operator, {rows: x, name: w}, memory=True)
-    if x.dim() != 2:
-        raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
-    if w.dim() != 3:
-        raise ValueError(f"{operator}: {name} must have 3 dimensions [E, N, K], its shape is {list(w.shape)}")
-    if x.shape[1] != w.shape[2]:
-        raise ValueError(
-            f"{operator}: the last dimension of {rows} {list(x.shape)} and of {name} {list(w.shape)} must be the same K"
-        )
-    if 0 in w.shape:
-        raise ValueError(f"{operator}: {name} {list(w.shape)} has an empty dimension")
-
-
-def check_activation(operator: str, activation: str | None, w: torch.Tensor, name: str = "w") -> None:
-    """Raise ValueError if the activation is unknown, or if it needs an even N and w [E, N, K] has an odd one."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS}, not {activation!r}")
-    if activation is not None and w.shape[1] % 2:
-        raise ValueError(f"{operator}: {name} {list(w.shape)} must have an even N for {activation}, gate and up")
-
-
-def check_method(operator: str, config: Any, w: torch.Tensor, name: str = "w") -> None:
-    """Raise ValueError if a config (or None) selects torch's grouped GEMM and that does not support the weight."""
-    if config is None or config.method != "torch":
-        return
-    reason = why_not_torch(w.shape, w.dtype, w.device)
-    if reason is not None:
-        raise ValueError(f"{operator}: {reason}; {name} is {list(w.shape)} of {w.dtype}")
-
-
-def _check_splits(x, w, splits):
-    check_tensor("group_gemm", "splits", splits, INTEGERS, x, memory=False)
-    if tuple(splits.shape) != tuple(w.shape[:1]):
-        raise ValueError(
-            f"group_gemm: splits must be [E] with the E = {w.shape[0]} of w, its shape is {list(splits.shape)}"
-        )
-
-
 def group_gemm(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, *, activation: str | None = None,
-    config: GroupGemmConfig | None = None,
+    scale_x: torch.Tensor | None = None, scale_w: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False, config: GroupGemmConfig | None = None,
 ) -> torch.Tensor:
     """Multiply each group of rows by the weight of its expert.
 
     Args:
-        x: Rows [R, K] in bf16, fp16 or fp32, sorted by group: first the rows of expert 0, then the rows of expert 1,
-            and so on.
-        w: Weights [E, N, K], for each expert in the layout of torch.nn.Linear, in the dtype of x. Strides are
-            arbitrary. A transposed [E, K, N] tensor is not copied, except with activation "swiglu".
+        x: Rows [R, K] in bf16, fp16, fp32 or float8, sorted by group: first the rows of expert 0, then the rows of
+            expert 1, and so on. For float8, K must be a multiple of 16.
+        w: Weights [E, N, K], for each expert in the layout of torch.nn.Linear, in the dtype of x; in float8 the formats
+            of x and w may differ. Strides are arbitrary. A transposed [E, K, N] tensor is not copied, except with
+            activation "swiglu" and in float8.
         splits: Number of rows of each expert, [E] int32 or int64, on the device of x; 0 is allowed. If the sum is less
             than R, the remaining rows of x are not read and those of y are not written. If it is more than R, the rows
             beyond R are ignored.
         activation: None, "swiglu" or "swiglu_interleaved". With "swiglu" w is [E, 2 * I, K]: the first I rows of an
             expert are the gate, the others are up, and y is silu(gate) * up. With "swiglu_interleaved" gate and up
             rows alternate, gate first.
-        config: GroupGemmConfig of the forward. None selects the best known config (see tdkernels.autotune). Gradients
-            always select their own config.
+        scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [R, 1] (row-wise), or
+            [R, ceil(K / 128)] (block-wise), the scales of ``ep_dispatch(quantize="fp8")``. Scales of rows past the sum
+            of splits are not used.
+        scale_w: For w in float8: its scale in fp32, one element, [E] or [E, 1, 1] (one for each expert), [E, N, 1]
+            (row-wise), or with block-wise scales [E, ceil(N / 128), ceil(K / 128)].
+        out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of y.
+        use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
+            ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 elements of K.
+        config: GroupGemmConfig of the forward. None selects the best known config (see tdkernels.autotune); for float8
+            it is the default config, which is not tuned. Method "torch" supports float8 on CPUs only. Gradients always
+            select their own config.
 
     Returns:
-        y [R, N], or [R, I] with an activation, in the dtype of x. Products are accumulated in fp32, and the activation
-        is applied in fp32.
+        y [R, N], or [R, I] with an activation, in the dtype of x or ``out_dtype``. Products are accumulated and scaled
+        in fp32, and the activation is applied in fp32.
 
     Gradient:
         dx = dy @ w[e]; rows past the sum of splits are not written. dw[e] = dy.T @ x over the rows of e, and zeros for
-        an expert without rows.
+        an expert without rows. Operands with scales have no gradient.
 
     Raises:
         TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
-        RuntimeError: In a backward with create_graph=True.
+        RuntimeError: In a backward with create_graph=True; if an operand with scales requires a gradient.
 
     Contract:
         Local to this rank, without a group. No host synchronization. Can be captured in a CUDA graph after one call
@@ -185,13 +145,17 @@ def group_gemm(
     Source:
         Persistent programs that find their group on the device: the grouped GEMM of the Triton tutorials.
     """
+    if scale_x is not None or scale_w is not None or out_dtype is not None or use_fast_accum:
+        check_scaled_call("group_gemm", x, None, scale_x, scale_w, out_dtype, use_fast_accum)
+        return scaled.call(x, w, splits, activation, scale_x, scale_w, out_dtype, use_fast_accum, config)
     known, key = call_cache.lookup_run("group_gemm", None, (x, w, splits), (activation, config, get_mode()))
     if known is not None:
         return known(None, x, w, splits)
+    check_no_scales("group_gemm", x)
     x, w = autograd.apply_autocast(x, w)
     check_experts("group_gemm", x, w)
     check_activation("group_gemm", activation, w)
-    _check_splits(x, w, splits)
+    check_splits(x, w, splits)
     check_config("group_gemm", config, GroupGemmConfig, x)
     check_method("group_gemm", config, w)
     splits, text = splits.contiguous(), as_argument(config)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import add_product, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import add_product, add_scaled, scaled_by_rows, store_rows, swizzle
 
 _COLUMNS = tl.constexpr(64)  # columns of a gradient's tile that are stored at a time
 
@@ -25,6 +25,13 @@ class GroupedProduct(NamedTuple):
         activation: One of ``swiglu.NUMBERS``.
         pair: Whether a tile uses two planes of the weight, gate and up of SwiGLU.
         precision: ``input_precision`` of ``tl.dot`` for fp32 operands.
+        scaling: "" for unscaled operands, otherwise "row" or "block" (``scaling.Scales``).
+        x_scale_step: For "row": 1 if each row of x has a scale, 0 if all of x has one.
+        w_scale_step: For "row": 1 if each row of a weight has a scale, 0 if all of an expert's weight has one.
+        expert_scale_step: For "row" without ``w_scale_step``: 1 if each expert has a scale, 0 if all of w has one.
+        crosses_blocks: For "block": whether a tile of the second plane may begin inside a block of scales and end in
+            the next one. Tiles of the first plane begin at multiples of block_n.
+        imprecise_k: ``IMPRECISE_K`` of ``td.dot``.
     """
 
     block_m: int
@@ -38,6 +45,12 @@ class GroupedProduct(NamedTuple):
     activation: int
     pair: bool
     precision: str
+    scaling: str = ""
+    x_scale_step: int = 0
+    w_scale_step: int = 0
+    expert_scale_step: int = 0
+    crosses_blocks: bool = False
+    imprecise_k: int | None = None
 
 
 @td.jit
@@ -81,17 +94,37 @@ def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, B
 
 
 @td.jit
+def scales_of_expert(w_scale, expert, N, K, PRODUCT: tl.constexpr):
+    """Return the pointer to the scales of an expert's weight, for ``grouped_tile``; None for unscaled operands.
+
+    N is the number of columns of a plane.
+    """
+    rows = N * 2 if PRODUCT.pair else N
+    if PRODUCT.scaling == "block":
+        return w_scale + expert.to(tl.int64) * ((rows + 127) // 128 * ((K + 127) // 128))
+    elif PRODUCT.scaling == "row":
+        step = rows if PRODUCT.w_scale_step else PRODUCT.expert_scale_step
+        return w_scale + expert.to(tl.int64) * step
+    else:
+        return None
+
+
+@td.jit
 def grouped_tile(
     acc, second,
     a_at, a_desc, a_plane, a_row, a_mask,  # A: addresses of rows, or a descriptor [planes, rows, K] and the first row
     w_ptr, w_desc, expert, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if PRODUCT.w_is_kn
-    N, K, DTYPE: tl.constexpr, PRODUCT: tl.constexpr,
+    N, K, DTYPE: tl.constexpr, PRODUCT: tl.constexpr, x_scale=None, scaled_rows=0, w_scale=None,
 ):
     """Accumulate one tile of A @ W[plane].T in fp32, and return (acc, second).
 
     ``acc`` gets A @ W[plane, col : +BLOCK_N].T, where ``plane`` is the first plane of the expert. An expert has one
     plane, or two if PRODUCT.pair; then ``second`` gets the product with the next plane. Rows outside ``a_mask`` and
     columns past ``N`` are undefined. With PRODUCT.even_k ``a_mask`` is ignored and all rows of ``a_at`` are read.
+
+    With scaled operands, ``acc`` and ``second`` must be zero. ``x_scale`` points to the scales of the first row of the
+    tile (``gemm_tile.scale_of_row``), ``w_scale`` to those of the expert (``scales_of_expert``); ``scaled_rows`` rows
+    of the tile have scales.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_K: tl.constexpr = PRODUCT.block_k
@@ -107,11 +140,35 @@ def grouped_tile(
             else:
                 a = tl.load(a_ptrs, mask=a_mask[:, None] & (offs_k < K)[None, :], other=0.0)
         b = _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PRODUCT)
-        acc = add_product(acc, a, b, PRODUCT.precision)
+        acc = _add(acc, a, b, k, K, x_scale, scaled_rows, w_scale, col, N, PRODUCT, False)
         if PRODUCT.pair:
             b = _weight_block(w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, PRODUCT)
-            second = add_product(second, a, b, PRODUCT.precision)
+            # The rows of the second plane are rows N to 2 * N - 1 of the expert's weight.
+            CROSSES: tl.constexpr = PRODUCT.crosses_blocks
+            second = _add(second, a, b, k, K, x_scale, scaled_rows, w_scale, N + col, 2 * N, PRODUCT, CROSSES)
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
+        if PRODUCT.pair:
+            second = scaled_by_rows(second, x_scale, scaled_rows, w_scale, N + col, 2 * N, PRODUCT)
     return acc, second
+
+
+@td.jit
+def _add(
+    acc, a, b, k, K, x_scale, scaled_rows, w_scale, first, past, PRODUCT: tl.constexpr, CROSSES_BLOCKS: tl.constexpr
+):
+    """Return acc + a @ b, with the scales of the weight's rows from ``first`` up to ``past`` if there are scales."""
+    if PRODUCT.scaling == "":
+        return add_product(acc, a, b, PRODUCT.precision)
+    elif CROSSES_BLOCKS:
+        blocks = (K + 127) // 128
+        offs_m, offs_n = tl.arange(0, PRODUCT.block_m), first + tl.arange(0, PRODUCT.block_n)
+        scale_x = tl.load(x_scale + offs_m * blocks + k // 128, mask=offs_m < scaled_rows, other=0.0)
+        scale_w = tl.load(w_scale + offs_n // 128 * blocks + k // 128, mask=offs_n < past, other=0.0)
+        part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
+        return acc + part * scale_x[:, None] * scale_w[None, :]
+    else:
+        return add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, first, past, PRODUCT)
 
 
 @td.jit

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, scale_of_row, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 from tdkernels.ops.common.work_interleaving import split_piece
-from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, scales_of_expert
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import piece_of_turn, pieces_of_turn, tiles_of
 from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
@@ -79,14 +79,16 @@ def _add_up(
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
 ])
 def moe_gemm_rs_kernel(
-    ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
+    ctx, h_ptr, h_desc, w_ptr, w_desc, h_scale_ptr, w_scale_ptr,
+    rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
     M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
     RANKS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute z [M_shard, N]: for each token of this rank, the sum over ranks and assignments of
     weight * h[row of the assignment] @ w[expert].T.
 
-    ``done_ptr`` counts the finished tiles of each stage; it must be zero initially.
+    ``h_scale_ptr`` and ``w_scale_ptr`` are the scales of fp8 operands, or None. ``done_ptr`` counts the finished tiles
+    of each stage; it must be zero initially.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -151,6 +153,8 @@ def moe_gemm_rs_kernel(
             acc, second = grouped_tile(
                 acc, acc, h_at, h_desc, 0, row, offs_m < past,
                 w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty, PRODUCT,
+                scale_of_row(h_scale_ptr, row, K, PRODUCT), count,
+                scales_of_expert(w_scale_ptr, expert, N, K, PRODUCT),
             )
             answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores")

@@ -7,6 +7,7 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
@@ -63,7 +64,9 @@ class Launched:
     rows: torch.Tensor
 
 
-def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None):
+def _arguments(
+    ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None, scales=None
+):
     """Return (arguments of the kernel, its constants).
 
     ``routed`` is (rows, choices, table and begins of the tiling), ``made`` is Launched.
@@ -72,13 +75,14 @@ def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, a
     tiles, (of_choices, choices, table, begins) = config.tiles, routed
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
     of_gradient = (None,) * 5
     if gradients is not None:
         of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, choices
     args = (
-        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, of_choices, table,
-        begins, done, made.y, made.pre, *of_gradient, tokens, choices.shape[0], n, k, *strides,
+        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc,
+        *gemm_operands.scale_pointers(scales), of_choices, table, begins, done, made.y, made.pre, *of_gradient,
+        tokens, choices.shape[0], n, k, *strides,
         routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )
     return args, {
@@ -91,9 +95,9 @@ def piece_of(width: int, routing: "MoeRouting") -> Piece:
     return Piece(BLOCK_TOKENS, min(next_power_of_2(width), BLOCK_COLUMNS), routing.num_choices)
 
 
-def _output_specs(x, w, rows, activation, keep):
+def _output_specs(x, w, rows, activation, keep, scales):
     """Return Launched with output specs for ``rows`` rows."""
-    y = output_spec(x, rows, w.shape[1] // 2 if activation else w.shape[1])
+    y = output_spec(x, rows, w.shape[1] // 2 if activation else w.shape[1], dtype=out_dtype_of(x, scales))
     pre = output_spec(x, rows, w.shape[1]) if keep and activation else None
     return Launched(y, pre, output_spec(x, rows, x.shape[1]))
 
@@ -122,6 +126,7 @@ def compile(
 def launch(
     x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
     activation: str | None = None, keep: bool = False, gradients: Gradients | None = None,
+    scales: Scales | None = None,
 ) -> Launched:
     """Gather the tokens x [M / W, K] of all ranks, and multiply them by the weights of their experts.
 
@@ -133,6 +138,7 @@ def launch(
         activation: As in ``moe_ag_gemm``.
         keep: Return the input of SwiGLU as ``pre``.
         gradients: If given, compute the gradient of ``gradients.h``, and fill in ``weighted`` and ``dots``.
+        scales: For x and w in fp8: the scales of the rows [R, ·], which are not those of x, and of w.
     """
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     tiling = routing.tiling(config.tiles.block_m)
@@ -140,9 +146,10 @@ def launch(
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
     differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
+    key = config, routing.sizes, *differs, None if scales is None else scales.key
     y, rows, *others = launch_cached(
-        workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
-        lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
+        workspace, key, (x, w, *routed, done, *of_gradient, *gemm_operands.scale_pointers(scales)),
+        lambda *of: _prepare(workspace, routing, of, config, *differs[:3], scales),
         lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
     )
     if gradients is not None:
@@ -151,12 +158,13 @@ def launch(
     return Launched(y, others[0] if others else None, rows)
 
 
-def _prepare(workspace, routing, operands, config, activation, keep, gradient):
+def _prepare(workspace, routing, operands, config, activation, keep, gradient, scales):
     """Return the Launch for ``operands``, which include the tensors of the routing. ``routing`` gives only sizes."""
-    x, w, *routed, done, h, weights = operands
+    x, w, *routed, done, h, weights, scale_x, scale_w = operands
+    scales = None if scales is None else scales._replace(x=scale_x, weight=scale_w)
     _, choices, table, _ = routed
     k, tiles = x.shape[1], config.tiles
-    made = _output_specs(x, w, choices.shape[0], activation, keep)
+    made = _output_specs(x, w, choices.shape[0], activation, keep, scales)
     gradients, to_make = None, [made.y, made.rows]
     if gradient:
         dots = output_spec(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
@@ -166,10 +174,11 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
         to_make.append(made.pre)
     num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
-    fields = with_config({**problem_fields(x, w, routing, activation), "gradient": gradient}, config)
+    fields = {**problem_fields(x, w, routing, activation), "gradient": gradient}
+    fields = with_config(fields if scales is None else {**fields, **scales.fields}, config)
     plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
     args, constants = _arguments(
-        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
+        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients, scales
     )
     tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
     blocks = cdiv(routing.chunk_rows, BLOCK_TOKENS) * cdiv(k, constants["PIECE"].columns)

@@ -6,6 +6,7 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
 
-def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
+def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config, scales=None):
     """Return (arguments of the kernel, its constants). ``routed`` is (rows, table and begins of the tiling)."""
     k, tiles = h.shape[1], config.tiles
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles, scales)
     args = (
-        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routed[0], weights, *routed[1:], done,
-        out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, *gemm_operands.scale_pointers(scales), routed[0],
+        weights, *routed[1:], done, out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows,
+        routing.num_stages, tiles.group_m,
     )
     return args, {
         "RANKS": routing.world_size, "PIECE": piece_of(n, routing), "trace_ptr": None, **constants,
@@ -51,7 +53,7 @@ def compile(
 
 def launch(
     h: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None,
-    config: Any,
+    config: Any, scales: Scales | None = None,
 ) -> torch.Tensor:
     """Return z [M / W, N]: for each token of this rank, the sum of weight * h[row] @ w[expert].T.
 
@@ -63,33 +65,37 @@ def launch(
         routing: The MoeRouting.
         weights: Routing weights of all ranks, [M, k] fp32, or None for 1.
         config: MoeTpConfig with tiles.
+        scales: The scales of h and w in fp8.
     """
     workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
+    key = config, routing.sizes, gemm_operands.dot_precision(h.dtype), None if scales is None else scales.key
     z, _ = launch_cached(
-        workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
-        lambda *of: _prepare(workspace, routing, of, config),
+        workspace, key, (h, w, *routed, weights, done, *gemm_operands.scale_pointers(scales)),
+        lambda *of: _prepare(workspace, routing, of, config, scales),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )
     return z
 
 
-def _prepare(workspace, routing, operands, config):
+def _prepare(workspace, routing, operands, config, scales):
     """Return the Launch for ``operands``, which include the tensors of the routing. ``routing`` gives only sizes."""
-    h, w, *routed, weights, done = operands
+    h, w, *routed, weights, done, scale_h, scale_w = operands
+    scales = None if scales is None else scales._replace(x=scale_h, weight=scale_w)
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
-    z, out = output_spec(h, tokens, n), output_spec(h, h.shape[0], n)
+    z, out = (output_spec(h, rows, n, dtype=out_dtype_of(h, scales)) for rows in (tokens, h.shape[0]))
     piece = piece_of(n, routing)
     of_shard = routing.num_chunks * (routing.chunk_rows // piece.tokens) * cdiv(n, piece.columns)
     fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}
+    fields = fields if scales is None else {**fields, **scales.fields}
     plan = workspace.prepare(
-        "moe_gemm_rs", with_config(fields, config), routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
+        "moe_gemm_rs", with_config(fields, config), routing.world_size * (tokens * n * z.element_size() + ALIGN.value),
         routing.world_size * of_shard,
     )
-    args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
+    args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config, scales)
     most = table.shape[0] * cdiv(n, tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)
     constants["trace_ptr"] = recorder.buffer(h.device, most, turns=1, all_run=False)

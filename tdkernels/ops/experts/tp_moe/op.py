@@ -29,8 +29,10 @@ import torch
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import reject_fp8_gradients
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.fp8 import down_stage, fp8_configs, gate_up_stage
 from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 from tdkernels.ops.experts.tp_moe.steps import (
     choose_configs,
@@ -275,7 +277,8 @@ def moe_gemm_rs(
 @whole_call
 def tp_moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    *, activation: str | None = "swiglu", group: GroupLike = None, config: MoeTpConfig | None = None,
+    *, activation: str | None = "swiglu", scale_gate_up: torch.Tensor | None = None,
+    scale_down: torch.Tensor | None = None, group: GroupLike = None, config: MoeTpConfig | None = None,
 ) -> torch.Tensor:
     """Apply a layer of tensor-parallel experts: ``moe_ag_gemm``, then ``moe_gemm_rs``.
 
@@ -285,26 +288,38 @@ def tp_moe(
         topk_weights: Routing weights, [M / W, k], of a floating-point dtype.
         w_gate_up: This rank's slice of the first weight of every expert, [E, 2 * I / W, H], in the dtype of x. With
             activation "swiglu" the gate rows come first, then the up rows; with "swiglu_interleaved" they alternate.
-            With activation None it is [E, I / W, H].
-        w_down: This rank's columns of the second weight of every expert, [E, H, I / W], in the dtype of x.
+            With activation None it is [E, I / W, H]. In float8 with ``scale_gate_up``.
+        w_down: This rank's columns of the second weight of every expert, [E, H, I / W], in the dtype of x, or in float8
+            with ``scale_down``.
         activation: "swiglu", "swiglu_interleaved" or None.
+        scale_gate_up: For weights in float8: the scale of w_gate_up [E, N, H] in fp32, [E, ceil(N / 128),
+            ceil(H / 128)], one for each 128 x 128 elements. H and I / W must be multiples of 16. x is quantized in
+            blocks of 1 x 128 before it is sent, and the input of w_down before its GEMM, so float8 weights are for
+            inference.
+        scale_down: The scale of w_down, [E, ceil(H / 128), ceil(I / W / 128)].
         group: As in ``moe_ag_gemm``.
-        config: As in ``moe_ag_gemm``.
+        config: As in ``moe_ag_gemm``. With weights in float8 None is the default config, which is not tuned, and method
+            "torch" uses torch's collectives only.
 
     Returns:
         y [M / W, H] in the dtype of x, accumulated in fp32 as in ``moe_gemm_rs``.
 
     Gradient:
-        dx, dtopk_weights, dw_gate_up and dw_down. Each is complete and has the shape of its operand.
+        dx, dtopk_weights, dw_gate_up and dw_down. Each is complete and has the shape of its operand. With weights in
+        float8 there is no gradient.
 
     Raises:
         TypeError, ValueError, PeerTimeoutError: As ``moe_ag_gemm`` and ``moe_gemm_rs``.
+        RuntimeError: If an operand requires a gradient and weights are in float8.
 
     Contract:
         As for ``moe_ag_gemm``.
     """
-    x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
+    if scale_gate_up is not None or scale_down is not None:
+        scales = scale_gate_up, scale_down
+        return _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, activation, group, config)
+    x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
     configs, key = call_cache.lookup("tp_moe", group, operands, (activation, config, get_mode()))
     if configs is None:
@@ -319,6 +334,24 @@ def tp_moe(
     if not x.shape[0]:
         return _empty_output(w_down.shape[1], h, topk_weights, w_down)
     return _down(h, topk_weights, w_down, routing, configs)
+
+
+@outside_graphs
+def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, activation, group, config):
+    """Execute ``tp_moe`` with weights in fp8."""
+    (x,) = autograd.apply_autocast(x)
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    configs, key = call_cache.lookup("tp_moe", group, (*operands, *scales), (activation, config))
+    if configs is None:
+        check_tp_moe(*operands, activation, config, scales)
+        configs = fp8_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+        call_cache.insert(group, key, configs)
+    reject_fp8_gradients("tp_moe", *operands, *scales)
+    if not x.shape[0]:
+        return x.new_empty(0, w_down.shape[1])
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
+    h = gate_up_stage(x, w_gate_up, scales[0], routing, activation, configs.first)
+    return down_stage(h, w_down, scales[1], topk_weights, routing, configs.second)
 
 
 def _empty_output(width, *operands):

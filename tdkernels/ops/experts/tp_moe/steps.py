@@ -165,11 +165,15 @@ def _is_torch(config):
 
 def _all_rows(x, routing):
     """Return the token of every row, [R, K], gathered by torch's all-gather."""
-    full = all_gather_rows(x, routing.group)
+    return rows_of_tokens(all_gather_rows(x, routing.group), routing)
+
+
+def rows_of_tokens(full: torch.Tensor, routing: "MoeRouting") -> torch.Tensor:
+    """Return the entry of ``full`` [M, ·], a tensor with the tokens of all ranks, for every row: [R, ·]."""
     return full[torch.div(routing.choices, routing.num_choices, rounding_mode="floor")]
 
 
-def _by_token(rows, routing, weights):
+def sums_of_rows(rows: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None) -> torch.Tensor:
     """Return the weighted sums of this rank's tokens, summed over ranks by torch's reduce-scatter."""
     choices = rows[routing.rows.clamp(min=0)].float()
     if weights is not None:
@@ -229,9 +233,14 @@ def second_forward(
     h: torch.Tensor, w: torch.Tensor, topk_weights: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the down stage, and return (y, the routing weights [M, k] of all ranks in fp32)."""
-    weights = topk_weights.float().contiguous()
-    weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
+    weights = weights_of_ranks(topk_weights, routing)
     return sums_by_token(h, w, routing, weights, config), weights
+
+
+def weights_of_ranks(topk_weights: torch.Tensor, routing: "MoeRouting") -> torch.Tensor:
+    """Return the routing weights [M, k] of all ranks in fp32."""
+    weights = topk_weights.float().contiguous()
+    return all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
 
 
 def sums_by_token(
@@ -243,7 +252,7 @@ def sums_by_token(
     ``weights`` are the routing weights [M, k] of all ranks, or None for 1.
     """
     if _is_torch(config):
-        return _by_token(by_torch(rows, w, routing.splits), routing, weights)
+        return sums_of_rows(by_torch(rows, w, routing.splits), routing, weights)
     return launch_gemm_rs.launch(rows, w, routing, weights, config)
 
 

@@ -1,10 +1,13 @@
 """Validation of the arguments of tp_moe, moe_ag_gemm and moe_gemm_rs, before anything is launched."""
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.common.config import check_config
+from tdkernels.ops.common.scaling import check_fp8, invalid_tiles
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_tensor, shape_of
-from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, check_method
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import check_fp8_experts, check_fp8_scale, check_scales_given
+from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts, check_method
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 
 if TYPE_CHECKING:
@@ -65,14 +68,20 @@ def check_gemm_rs(
 
 def check_tp_moe(
     x: "torch.Tensor", topk_ids: "torch.Tensor", topk_weights: "torch.Tensor", w_gate_up: "torch.Tensor",
-    w_down: "torch.Tensor", activation: str | None, config: MoeTpConfig | None,
+    w_down: "torch.Tensor", activation: str | None, config: MoeTpConfig | None, scales: Any = None,
 ) -> None:
-    """Raise TypeError or ValueError if arguments of ``tp_moe`` are invalid, naming the argument and its shape."""
+    """Raise TypeError or ValueError if arguments of ``tp_moe`` are invalid, naming the argument and its shape.
+
+    ``scales``: (scale_gate_up, scale_down) for weights in fp8.
+    """
     operator = "tp_moe"
-    check_ag_gemm(operator, x, topk_ids, w_gate_up, activation, config, name="w_gate_up")
+    if scales is None:
+        check_ag_gemm(operator, x, topk_ids, w_gate_up, activation, config, name="w_gate_up")
+    else:
+        _check_fp8_gate_up(operator, x, topk_ids, w_gate_up, scales, activation, config)
     _check_weights(operator, topk_weights, x.device, topk_ids.shape)
     check_tensor(operator, "w_down", w_down, memory=False)
-    if w_down.dtype != x.dtype or w_down.device != x.device:
+    if scales is None and w_down.dtype != x.dtype or w_down.device != x.device:
         raise TypeError(f"{operator}: x is {x.dtype} on {x.device} but w_down is {w_down.dtype} on {w_down.device}")
     width = w_gate_up.shape[1] // (2 if activation else 1)
     expected = (w_gate_up.shape[0], x.shape[1], width)
@@ -81,4 +90,22 @@ def check_tp_moe(
             f"{operator}: w_down {shape_of(w_down)} must be [E, H, I / W] = {list(expected)}, by x {shape_of(x)} and "
             f"w_gate_up {shape_of(w_gate_up)}"
         )
-    check_method(operator, config, w_down, "w_down")
+    if scales is None:
+        check_method(operator, config, w_down, "w_down")
+    else:
+        check_fp8(operator, "w_down", w_down)
+        check_fp8_scale(operator, x, w_down, scales[1], "w_down", "scale_down")
+
+
+def _check_fp8_gate_up(operator, x, topk_ids, w_gate_up, scales, activation, config):
+    """Check the arguments of the gate-up stage with weights in fp8."""
+    check_scales_given(operator, scales)
+    check_fp8_experts(operator, x, w_gate_up, scales[0], "w_gate_up", "scale_gate_up")
+    check_activation(operator, activation, w_gate_up, "w_gate_up")
+    _check_ids(operator, topk_ids, x, w_gate_up.shape[0])
+    if isinstance(config, MoeTpConfig) and config.method == "torch":
+        config = replace(config, method="fused")  # supports fp8 on all devices: only its collectives are torch's
+    check_config(operator, config, MoeTpConfig, w_gate_up)
+    reason = None if config is None else invalid_tiles(config.tiles, "block")
+    if reason is not None:
+        raise ValueError(f"{operator}: config cannot run: {reason}")

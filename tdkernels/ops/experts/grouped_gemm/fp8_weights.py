@@ -1,0 +1,106 @@
+"""Grouped GEMMs with fp8 weights in layers of experts, for inference.
+
+A weight [E, N, K] has a block-wise scale for each 128 x 128 elements. Rows are quantized in blocks of 1 x 128 before
+each GEMM, unless they are codes already, such as those of ``ep_dispatch(quantize="fp8")``.
+"""
+
+from typing import Any
+
+import torch
+
+from tdkernels.ops.common.scaling import (
+    CODE_MULTIPLE,
+    FNUZ,
+    FP8,
+    blocks,
+    check_fp8,
+    dequantize,
+    invalid_tiles,
+    reject_gradients,
+)
+from tdkernels.ops.common.validation import check_floats, check_tensor, shape_of
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.op import group_gemm
+from tdkernels.ops.experts.grouped_gemm.validation import check_expert_shapes
+from tdkernels.ops.quantize.op import quantize_fp8
+
+
+def check_scales_given(operator: str, scales: tuple[Any, Any]) -> None:
+    """Raise TypeError if only one of the scales of both weights is given."""
+    for name, scale in zip(("scale_gate_up", "scale_down"), scales, strict=True):
+        if scale is None:
+            raise TypeError(f"{operator}: {name} is None; weights in float8 need scale_gate_up and scale_down")
+
+
+def check_fp8_experts(operator: str, x: Any, w: Any, scale: Any, name: str, scale_name: str) -> None:
+    """Check rows x [R, K], and fp8 weights w [E, N, K], called ``name``, with their block-wise scale ``scale_name``.
+
+    Raises:
+        TypeError, ValueError: If they do not fit together. The message names the argument and its shape.
+    """
+    check_floats(operator, {"x": x}, memory=True)
+    check_tensor(operator, name, w, None, x)
+    check_fp8(operator, name, w)
+    check_expert_shapes(operator, x, w, name)
+    check_fp8_scale(operator, x, w, scale, name, scale_name)
+
+
+def check_fp8_scale(operator: str, x: Any, w: Any, scale: Any, name: str, scale_name: str) -> None:
+    """Check K and the scale of fp8 weights w [E, N, K], as ``check_fp8_experts``."""
+    if w.shape[2] % CODE_MULTIPLE:
+        raise ValueError(f"{operator}: the last dimension of {name} {shape_of(w)} must be a multiple of 16 for float8")
+    check_tensor(operator, scale_name, scale, (torch.float32,), x)
+    fits = [w.shape[0], blocks(w.shape[1]), blocks(w.shape[2])]
+    if shape_of(scale) != fits:
+        raise ValueError(
+            f"{operator}: {scale_name} {shape_of(scale)} must have the shape {fits}, a scale for each 128 x 128 "
+            f"elements of {name} {shape_of(w)}"
+        )
+
+
+def check_fp8_config(operator: str, config: GroupGemmConfig | None, w: torch.Tensor, field: str = "") -> None:
+    """Raise ValueError if a config cannot multiply fp8 weights w. ``field`` is its name in the config of the call."""
+    if config is None:
+        return
+    reason = config.illegal(w.device, w.dtype) or invalid_tiles(config.tiles, "block")
+    if reason is not None:
+        raise ValueError(f"{operator}: config cannot run: {field}{reason}")
+
+
+def reject_fp8_gradients(operator: str, *operands: torch.Tensor | None) -> None:
+    """Raise RuntimeError if autograd would record a call with fp8 weights."""
+    reject_gradients(operator, operands, "call it under torch.no_grad()")
+
+
+def quantized(
+    rows: torch.Tensor, scales: torch.Tensor | None, w: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (codes, block-wise scales) of rows [R, K], which are codes already if they have scales [R, K / 128]."""
+    dtype = FNUZ[0] if w.dtype in FNUZ else FP8[0]
+    if scales is None:
+        return quantize_fp8(rows, "block", dtype=dtype)
+    if rows.dtype == dtype:
+        return rows, scales
+    return quantize_fp8(dequantize(rows, scales), "block", dtype=dtype)  # gfx942 multiplies other formats
+
+
+def fp8_product(
+    rows: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, splits: torch.Tensor, out_dtype: torch.dtype,
+    activation: str | None = None, scales: torch.Tensor | None = None, config: GroupGemmConfig | None = None,
+) -> torch.Tensor:
+    """Multiply rows [R, K] by fp8 weights [E, N, K], and return y in ``out_dtype``.
+
+    Args:
+        rows: Rows in bf16, fp16 or fp32, or codes with ``scales``.
+        w: Codes of the weights.
+        scale_w: Block-wise scales of the weights.
+        splits: As for ``group_gemm``.
+        out_dtype: See above.
+        activation: As for ``group_gemm``.
+        scales: Block-wise scales [R, ceil(K / 128)] of rows that are codes.
+        config: As for ``group_gemm``.
+    """
+    codes, scale_x = quantized(rows, scales, w)
+    return group_gemm(
+        codes, w, splits, activation=activation, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype, config=config
+    )

@@ -1,0 +1,90 @@
+"""tp_moe with fp8 weights, for inference: configs and the two stages.
+
+    method     gate-up stage                                       down stage
+    "fused"    all-gather of the scales, ``moe_ag_gemm_kernel``    ``moe_gemm_rs_kernel``
+    "torch"    all-gather of codes and scales, group_gemm          group_gemm, sums by token, reduce-scatter
+
+x and the input of the down stage are quantized in blocks of 1 x 128. The scales of x take 1/32 of the bytes of its
+codes; they are gathered before the codes are pushed.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tdkernels.ops.collectives.op import all_gather
+from tdkernels.ops.common.config import as_argument
+from tdkernels.ops.common.multinode import torch_across_nodes
+from tdkernels.ops.common.scaling import Scales, layout_of
+from tdkernels.ops.common.tile_config import scaled_tiles
+from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config
+from tdkernels.ops.experts.tp_moe.steps import (
+    Configs,
+    first_fields,
+    rows_of_tokens,
+    sums_of_rows,
+    weights_of_ranks,
+    with_tiles,
+)
+from tdkernels.symm.group import group_state
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
+
+def fp8_configs(
+    x: torch.Tensor, topk_ids: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, activation: str | None,
+    group: "dist.ProcessGroup", config: MoeTpConfig | None,
+) -> Configs:
+    """Return the Configs of a call of tp_moe with fp8 weights: the given one, or the default. Nothing is tuned."""
+    config = torch_across_nodes(config, MoeTpConfig, group)
+    fields = {
+        **first_fields(x, topk_ids, w_gate_up, activation), "w_dtype": str(w_gate_up.dtype),
+        "w_down_dtype": str(w_down.dtype), "config": as_argument(config),
+    }
+    group_state(group).check_consensus_cached("tp_moe", fields)
+    sizes = group.size() * topk_ids.shape[0], topk_ids.shape[1]
+    return Configs(_complete(config, *sizes, w_gate_up), _complete(config, *sizes, w_down), None)
+
+
+def _complete(config, tokens, choices, w):
+    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
+    if config is not None and config.tiles is not None:
+        return config
+    default = default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    tiles = scaled_tiles(default.tiles, layout_of("block", use_fast_accum=False), w.device)
+    return with_tiles(config, replace(default, tiles=tiles))
+
+
+def gate_up_stage(
+    x: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, routing: "MoeRouting", activation: str | None,
+    config: MoeTpConfig,
+) -> torch.Tensor:
+    """Quantize and gather the tokens x, and return the gate-up product h [R, ·] of their rows in the dtype of x."""
+    codes, scale_x = quantized(x, None, w)
+    if config.method == "torch":
+        full = all_gather_rows(codes.view(torch.uint8), routing.group)  # NCCL of older versions has no fp8 types
+        rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, routing.group)))
+        return fp8_product(rows.view(codes.dtype), w, scale_w, routing.splits, x.dtype, activation, scale_x)
+    full = all_gather(scale_x, group=routing.group) if routing.world_size > 1 else scale_x
+    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), "block", x.dtype, use_fast_accum=False)
+    return launch_ag_gemm.launch(codes, w, routing, config, activation, scales=scales).y
+
+
+def down_stage(
+    h: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, topk_weights: torch.Tensor, routing: "MoeRouting",
+    config: MoeTpConfig,
+) -> torch.Tensor:
+    """Quantize h, and return the weighted sums y [M / W, N] of this rank's tokens in the dtype of h."""
+    weights = weights_of_ranks(topk_weights, routing)
+    if config.method == "torch":
+        return sums_of_rows(fp8_product(h, w, scale_w, routing.splits, h.dtype), routing, weights)
+    codes, scale_h = quantized(h, None, w)
+    scales = Scales(scale_h, scale_w.contiguous(), "block", h.dtype, use_fast_accum=False)
+    return launch_gemm_rs.launch(codes, w, routing, weights, config, scales)

@@ -1,0 +1,34 @@
+"""Experts with fp8 weights: ep_moe with scales, and the operators it is made of."""
+
+import pytest
+
+from tests.ops.experts.ep_moe import fp8_cases as cases
+from tests.support.ranks import on_ranks
+
+BOUNDS = {"exact": {}, "max_tokens": {"max_tokens": 96}, "max_tokens_per_rank": {"max_tokens_per_rank": 11}}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("world_size, width", [(1, 272), (2, 144), (3, 128)])
+def test_tokens_are_multiplied_as_sent(world_size, width, bound):
+    on_ranks(world_size, cases.multiplies_tokens_as_sent, cases.UNEVEN, width, BOUNDS[bound])
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("dtype, weight_dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("world_size, width, hidden", [(1, 128, 128), (2, 144, 80), (3, 272, 144)])
+def test_forward(world_size, width, hidden, dtype, weight_dtype, quantize):
+    on_ranks(world_size, cases.computes, cases.UNEVEN, width, hidden, dtype, weight_dtype, quantize)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_no_tokens(quantize):
+    on_ranks(2, cases.computes, 0, 144, 80, *cases.DTYPES[0], quantize)
+
+
+@pytest.mark.parametrize("what", [
+    cases.respects_capacity, cases.computes_with_configs, cases.takes_interleaved_weights, cases.rejects_gradients,
+    cases.compiles, cases.converts_codes_for_fnuz_weights, cases.rejects_invalid_arguments,
+], ids=lambda f: f.__name__)
+def test_calls(what):
+    on_ranks(2, what)

@@ -1,0 +1,24 @@
+"""tp_moe with fp8 weights."""
+
+import pytest
+
+from tests.ops.experts.tp_moe import fp8_cases as cases
+from tests.support.ranks import on_ranks
+
+
+@pytest.mark.parametrize("world_size, config, spec", [
+    *((2, config, spec) for config in cases.CONFIGS for spec in ("bf16", "fp16, e5m2")),
+    *((2, "default", spec) for spec in ("fp32, interleaved", "not activated", "no tokens")),
+    (1, "default", "fp16, e5m2"), (3, "default", "fp32, interleaved"), (3, "three stages", "bf16"),
+    (2, "torch", "not activated"), (2, "torch", "no tokens"),
+])
+def test_forward(world_size, config, spec):
+    on_ranks(world_size, cases.computes, cases.SPECS[spec], config)
+
+
+@pytest.mark.parametrize("what", [
+    cases.stages_equal_group_gemm, cases.sends_codes, cases.rejects_gradients, cases.compiles,
+    cases.rejects_invalid_arguments, cases.reports_disagreement,
+], ids=lambda f: f.__name__)
+def test_calls(what):
+    on_ranks(2, what)
