@@ -121,13 +121,16 @@ def scaled_by_rows(acc, x_scale, rows, w_scale, col, N, PRODUCT: tl.constexpr):
 
 @td.jit
 def scale_of_row(x_scale, row, K, PRODUCT: tl.constexpr):
-    """Return the pointer to the scales of row ``row`` of x, for ``gemm_tile``; None for unscaled operands."""
+    """Return the pointer to the scales of row ``row`` of x, for ``gemm_tile``.
+
+    For unscaled operands the result is not used. It is not None, because Triton 3.6 rejects functions that return None.
+    """
     if PRODUCT.scaling == "block":
         return x_scale + row.to(tl.int64) * ((K + 127) // 128)
     elif PRODUCT.scaling == "row":
         return x_scale + row.to(tl.int64) * PRODUCT.x_scale_step
     else:
-        return None
+        return row
 
 
 @td.jit

@@ -95,9 +95,9 @@ def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, B
 
 @td.jit
 def scales_of_expert(w_scale, expert, N, K, PRODUCT: tl.constexpr):
-    """Return the pointer to the scales of an expert's weight, for ``grouped_tile``; None for unscaled operands.
+    """Return the pointer to the scales of an expert's weight, for ``grouped_tile``.
 
-    N is the number of columns of a plane.
+    N is the number of columns of a plane. For unscaled operands the result is not used (``scale_of_row``).
     """
     rows = N * 2 if PRODUCT.pair else N
     if PRODUCT.scaling == "block":
@@ -106,7 +106,7 @@ def scales_of_expert(w_scale, expert, N, K, PRODUCT: tl.constexpr):
         step = rows if PRODUCT.w_scale_step else PRODUCT.expert_scale_step
         return w_scale + expert.to(tl.int64) * step
     else:
-        return None
+        return expert
 
 
 @td.jit
