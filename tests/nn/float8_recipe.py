@@ -5,11 +5,10 @@ import copy
 import torch
 
 from tdkernels.ops.common.scaling import dequantize, quantize_ref
+from tests.ops.dense.scaled_cases import ACCUMULATOR
 from tests.support.ranks import device
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Error of an accumulator relative to the sum of magnitudes. Tensor cores of sm_90 accumulate fp8 with 13 bits or more.
-ACCUMULATOR = {"cpu": 2.0**-20, "cuda": 2.0**-12}
 
 
 class Product:

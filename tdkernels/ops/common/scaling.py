@@ -23,7 +23,6 @@ from tdkernels.runtime import gpu
 BLOCK = 128  # elements of K, and rows of the weight, that share a block-wise scale
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALINGS = ("tensor", "row", "block")
-_FP32_ROWS = 16  # cuBLAS computes fp32 outputs for multiples of this number of rows
 # AMD's gfx942 multiplies the "fnuz" formats only, all other devices the OCP formats.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -293,18 +292,8 @@ def scaled_linear(
 
 
 def _mm(x, weight, scale_x, scale_w, dtype, scales, out=None, bias=None):
-    """Call ``torch._scaled_mm`` for x @ weight.T.
-
-    For fp32 outputs cuBLAS does not support every number of rows (18 on H200), so x is padded.
-    """
-    rows = x.shape[0]
-    if dtype == torch.float32 and rows % _FP32_ROWS:
-        more = -rows % _FP32_ROWS
-        x = torch.cat([x.view(torch.uint8), x.new_zeros((more, x.shape[1]), dtype=torch.uint8)]).view(x.dtype)
-        if scale_x.numel() > 1:
-            scale_x = torch.nn.functional.pad(scale_x.t(), (0, more)).t()
-        y = _mm(x, weight, scale_x, scale_w, dtype, scales, None, bias)[:rows]
-        return y if out is None else out.copy_(y)
+    """Call ``torch._scaled_mm`` for x @ weight.T. cuBLAS reads vectors of scales at multiples of 16 bytes only."""
+    scale_x, scale_w = (scale if scale.data_ptr() % 16 == 0 else scale.clone() for scale in (scale_x, scale_w))
     args = x, weight.t(), scale_x, scale_w, bias, None, dtype, scales.use_fast_accum
     return torch._scaled_mm(*args) if out is None else torch.ops.aten._scaled_mm.out(*args, out=out)
 

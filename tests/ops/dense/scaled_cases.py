@@ -16,8 +16,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONFIG_CLASSES = {
     "ag_gemm": tdkernels.AgGemmConfig, "gemm_rs": tdkernels.GemmRsConfig, "gemm_ar": tdkernels.GemmArConfig,
 }
-# Error of an accumulator relative to the sum of magnitudes. Tensor cores of sm_90 keep 13 fraction bits of the terms of an
-# fp8 instruction and truncate: 1.45 * 2**-12 was measured with 64 terms on H200.
+# Error of an accumulator relative to the sum of magnitudes. Tensor cores of sm_90 keep 13 fraction bits of the terms of
+# an fp8 instruction and truncate: 1.45 * 2**-12 was measured with 64 terms on H200.
 ACCUMULATOR = {"cpu": 2.0**-20, "cuda": 2.0**-11}
 
 
