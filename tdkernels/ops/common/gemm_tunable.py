@@ -84,7 +84,7 @@ class DenseTunable(ConfigTunable):
 
     def why_not(self, problem: "Problem") -> str | None:
         reason = super().why_not(problem) or self.why_not_divided(problem, self.divided)
-        return reason or why_not_scaled(problem, self.operand_sizes(problem)[2])
+        return reason or why_not_scaled(problem, self.operand_sizes(problem)[-1])
 
     def default_layout(self, dtype: torch.dtype) -> str:
         return LAYOUTS[0] if dtype in FP8 else self.layouts[0]

@@ -37,6 +37,7 @@ class UlyssesTunable(dense.DenseTunable):
     config_class = UlyssesConfig
     op = op
     across_nodes = False
+    layouts, dtypes = ("nk", "kn"), dense.ConfigTunable.dtypes  # no scaled operands
 
     def fallback(self, problem: "Problem", device: torch.device) -> UlyssesConfig:
         return self.default(problem, device)
