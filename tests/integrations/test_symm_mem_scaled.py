@@ -203,6 +203,7 @@ def gathers_by_torch():
         }}
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on GPUs torch's GEMM rejects some of these biases and dtypes")
 @runs_torch
 def test_unsupported_all_gathers_run_on_torch():
     on_ranks(2, gathers_by_torch)
