@@ -66,7 +66,7 @@ class DenseTunable(ConfigTunable):
     """
 
     sizes = ("m", "n", "k")
-    layouts = ("nk", "kn", *LAYOUTS)
+    layouts: tuple = ("nk", "kn", *LAYOUTS)
     dtypes = [*ConfigTunable.dtypes, *(str(dtype).removeprefix("torch.") for dtype in FP8)]
     divided: tuple
     op: ModuleType
