@@ -27,7 +27,7 @@ import torch
 
 from tdkernels.nn.float8_ops import LAYERS, LOCAL, RECIPES
 from tdkernels.ops.common import validation
-from tdkernels.ops.common.config import as_argument
+from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.scaling import CODE_MULTIPLE
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
@@ -111,6 +111,7 @@ def float8_linear(
     config_class = GemmArConfig if dim is None else AgGemmConfig if layer == "column" else GemmRsConfig
     if config is not None and not isinstance(config, config_class):
         raise TypeError(f"{name}: config must be {config_class.__name__} or None, not {type(config).__name__}")
+    check_config(name, config, config_class, x.new_empty(0, dtype=torch.float8_e4m3fn))  # before the first collective
     bias = None if bias is None else bias.to(x.dtype)
     place = LOCAL if dim is None else dim
     settings = recipe, place, float8_dweight, group.group_name, as_argument(config), as_list(main_grad)

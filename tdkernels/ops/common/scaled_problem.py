@@ -58,6 +58,8 @@ def prefers_torch_gemm(problem: "Problem", m: int, n: int, k: int, device: torch
     """Return whether torch's GEMM is the default for operands [m, k] and [n, k] of a rank."""
     if device.type == "cpu" or problem.layout == layout_of("row", True) or 2.0 * m * n * k < _TORCH_FLOPS:
         return False
+    if n % CODE_MULTIPLE:  # torch's GEMM does not support it
+        return False
     return multiplies_blocks(m // problem.world_size, k, device) if has_blocks(problem) else True
 
 
@@ -70,7 +72,8 @@ def scales_of(problem: "Problem", scale_x: torch.Tensor, scale_w: torch.Tensor) 
 def quantized_operands(
     x: torch.Tensor, weight: torch.Tensor, problem: "Problem"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (x, weight, scale_x, scale_w) of a problem for fp32 operands."""
-    scaling, dtype = "block" if has_blocks(problem) else "row", problem.torch_dtype
-    (x, scale_x), (weight, scale_w) = quantize_ref(x, scaling, dtype), quantize_ref(weight, scaling, dtype, weight=True)
+    """Return (x, weight, scale_x, scale_w) of a problem for fp32 operands. A weight is in e4m3, as in training."""
+    scaling = "block" if has_blocks(problem) else "row"
+    x, scale_x = quantize_ref(x, scaling, problem.torch_dtype)
+    weight, scale_w = quantize_ref(weight, scaling, FP8[0], weight=True)
     return x, weight, scale_x, scale_w

@@ -26,6 +26,7 @@ SCALINGS = ("tensor", "row", "block")
 # AMD's gfx942 multiplies the "fnuz" formats only, all other devices the OCP formats.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_E5M2 = FP8[1], FNUZ[1]
 CODE_MULTIPLE = 16  # K: rows then begin at multiples of 16 bytes, as tensor descriptors and torch._scaled_mm need
 
 
@@ -104,7 +105,8 @@ def _kind_of(operator, x, weight, scale_x, scale_w):
     fits_x = {"row": (rows, 1), "block": (rows, blocks(k))}
     fits_w = {"row": (n, 1), "block": (blocks(n), blocks(k))}
     # A scale of x may have the leading dimensions of x.
-    shape_x = (scale_x.shape[:-1].numel(), scale_x.shape[-1]) if scale_x.dim() == x.dim() else tuple(scale_x.shape)
+    has_lead = scale_x.dim() == x.dim() and scale_x.shape[:-1] == x.shape[:-1]
+    shape_x = (rows, scale_x.shape[-1]) if has_lead else tuple(scale_x.shape)
     shape_w = tuple(scale_w.shape)
     for kind in ("row", "block"):
         any_x = kind == "row" and scale_x.numel() == 1
@@ -175,9 +177,9 @@ def check_scaled_operands(
         validation.check_tensor(operator, name, scale, (torch.float32,), like=x, memory=False)
     kind = _kind_of(operator, x, weight, scale_x, scale_w)
     reject_gradients(operator, (x, weight, bias, scale_x, scale_w))
-    columns = scale_x.shape[-1] if scale_x.dim() else 1
-    scale_x, scale_w = scale_x.reshape(-1, columns).contiguous(), scale_w.contiguous()
-    return Scales(scale_x, scale_w, kind, out_dtype, use_fast_accum)
+    columns = scale_x.shape[-1] if scale_x.numel() != 1 else 1
+    scale_w = scale_w.reshape(1, 1) if scale_w.numel() == 1 else scale_w
+    return Scales(scale_x.reshape(-1, columns).contiguous(), scale_w.contiguous(), kind, out_dtype, use_fast_accum)
 
 
 _TRAINING = "for training use the layers of tdkernels.nn with float8="
@@ -278,17 +280,28 @@ def scaled_linear(
     """Return x @ weight.T + bias for 2-D scaled operands, by ``torch._scaled_mm`` if it supports them.
 
     Otherwise the operands are dequantized to fp32, which takes several times as long. That is the case on CPUs, if N is
-    not a multiple of 16, and for block-wise scales on devices other than Hopper or if K is not a multiple of 512. The
-    result is stored in ``out``, if it is given.
+    not a multiple of 16, if both operands are in float8_e5m2, and for block-wise scales on devices other than Hopper or
+    if K is not a multiple of 512. The result is stored in ``out``, if it is given.
     """
-    if x.device.type == "cuda" and x.shape[0] > 0 and weight.shape[0] % 16 == 0:
+    both_e5m2 = x.dtype == weight.dtype and x.dtype in _E5M2
+    if x.device.type == "cuda" and x.shape[0] > 0 and weight.shape[0] % 16 == 0 and not both_e5m2:
+        x, weight = row_major(x), row_major(weight)
         if scales.kind == "row":
             return _scaled_mm(x, weight, bias, scales, out)
         if multiplies_blocks(x.shape[0], x.shape[1], x.device):
             return _scaled_mm_by_blocks(x, weight, bias, scales, out)
-    y = dequantize(x, scales.x) @ dequantize(weight, scales.weight).t()
-    y = (y if bias is None else y + bias).to(scales.out_dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        y = dequantize(x, scales.x) @ dequantize(weight, scales.weight).t()
+        y = (y if bias is None else y + bias).to(scales.out_dtype)
     return y if out is None else out.copy_(y)
+
+
+def row_major(operand: torch.Tensor) -> torch.Tensor:
+    """Return an operand [rows, K], or a copy in the layout for ``torch._scaled_mm``: K-contiguous and aligned."""
+    fits = operand.stride(1) == 1 and operand.stride(0) >= operand.shape[1]
+    if fits and operand.stride(0) % CODE_MULTIPLE == 0 and operand.data_ptr() % CODE_MULTIPLE == 0:
+        return operand
+    return operand.clone(memory_format=torch.contiguous_format)
 
 
 def _mm(x, weight, scale_x, scale_w, dtype, scales, out=None, bias=None):
@@ -304,9 +317,10 @@ def _scaled_mm(x, weight, bias, scales, out):
     ``torch._scaled_mm`` has row-wise scales for both operands or neither, and for bf16 outputs only.
     """
     if scales.x.numel() == 1 and scales.weight.numel() == 1:
-        fused = None if scales.out_dtype == torch.float32 else bias  # cuBLAS adds no bias to an fp32 output
+        # cuBLAS adds no bias to an fp32 output, and reads a bias as if it were contiguous.
+        fused = None if bias is None or scales.out_dtype == torch.float32 else bias.contiguous()
         y = _mm(x, weight, scales.x.reshape(1, 1), scales.weight.reshape(1, 1), scales.out_dtype, scales, out, fused)
-        return y if fused is bias else y.add_(bias)
+        return y if bias is None or fused is not None else y.add_(bias)
     scale_x = scales.x.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     scale_w = scales.weight.reshape(1, -1).expand(1, weight.shape[0]).contiguous()
     if scales.out_dtype == torch.bfloat16:

@@ -168,7 +168,7 @@ for _name in _OPERATORS:
 
 def call(
     operator: str, x: Any, weight: Any, bias: Any, scale_x: Any, scale_w: Any, out_dtype: Any, use_fast_accum: Any,
-    group: "dist.ProcessGroup", config: Any, check: Callable[[], None] = lambda: None,
+    group: "dist.ProcessGroup", config: Any,
 ) -> torch.Tensor:
     """Validate and execute a call of ``operator`` with scaled operands.
 
@@ -183,7 +183,6 @@ def call(
         use_fast_accum: See ``x``.
         group: The resolved group.
         config: See ``x``.
-        check: Further validation, after that of the operands.
 
     Returns:
         The output, [rows, N].
@@ -195,7 +194,6 @@ def call(
     if known is not None:
         return known(group, *given)
     scales = check_scaled_operands(operator, x, weight, bias, scale_x, scale_w, out_dtype, use_fast_accum)
-    check()
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     _check_config(operator, config, x, scales, group)
     text = as_argument(config)
@@ -207,13 +205,18 @@ def call(
     return z
 
 
+def reject_nodes(operator: str, config: Any, group: "dist.ProcessGroup") -> None:
+    """Raise NotImplementedError if a config cannot run because the group spans several nodes."""
+    if config is not None and config.method != "torch" and spans_nodes(group):
+        raise NotImplementedError(f'{operator}: on several nodes float8 operands support only method "torch"')
+
+
 def _check_config(operator, config, x, scales, group):
     """Raise an error unless the config can run with these scales and on this group, or is None."""
     check_config(operator, config, _OPERATORS[operator].config_class, x)
+    reject_nodes(operator, config, group)
     if config is None or config.method == "torch":
         return
-    if spans_nodes(group):
-        raise NotImplementedError(f'{operator}: on several nodes float8 operands support only method "torch"')
     reason = invalid_tiles(config.tiles, scales.kind)
     if reason is not None:
         raise ValueError(f"{operator}: config cannot run: {reason}")
@@ -224,11 +227,12 @@ def _keep_call(key, operator, group, x_rows, weight, scales, text, shape):
     if not call_cache.is_current(group, key) or group.size() == 1 or not x_rows.shape[0]:
         return
     config = _resolved(operator, x_rows, weight, scales, group, text)
-    rows, columns = x_rows.shape, scales.x.shape[1:]
+    rows, columns, shape_w = x_rows.shape, scales.x.shape[1:], scales.weight.shape
     settings = scales._replace(x=None, weight=None)  # type: ignore[arg-type]  # an entry holds no tensor of the call
 
     def operands(x, weight, bias, scale_x, scale_w):
-        given = settings._replace(x=scale_x.reshape(-1, *columns).contiguous(), weight=scale_w.contiguous())
+        scale_w = scale_w.reshape(shape_w).contiguous()
+        given = settings._replace(x=scale_x.reshape(-1, *columns).contiguous(), weight=scale_w)
         return x.reshape(rows), weight, bias, given
 
     def again(group, *given):

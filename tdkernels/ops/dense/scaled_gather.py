@@ -20,10 +20,8 @@ def gathered_scales(
 
     ``by_torch``: use the all-gather of torch.distributed.
     """
-    rows, own = x.shape[0], scales.x
-    if own.numel() == 1:
-        own = own.reshape(1, 1)
+    own = scales.x
+    if own.numel() == 1:  # a peer may have row-wise scales
+        own = own.reshape(1, 1).expand(x.shape[0], 1).contiguous()
     full = all_gather_rows(own, group) if by_torch else torch.ops.tdkernels.all_gather(own, group.group_name, "")
-    if own.shape[0] != rows:
-        full = full.repeat_interleave(rows, 0)
     return scales._replace(x=full)

@@ -184,7 +184,7 @@ def ag_gemm(
             restored: [S / W, B, K] gives [S, B, N / W].
         weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x. Or a list of
             weights [N_i / W, K], such as those of q, k and v: x is gathered once.
-        bias: [N / W] in the dtype of x, or None. For a list of weights, a list of the same length, or None.
+        bias: [N / W] in the dtype of y, or None. For a list of weights, a list of the same length, or None.
         dim: The dimension of x that is gathered: 0, or 1 for [B, S / W, K], which gives [B, S, N / W]. Block r of the
             gathered dimension belongs to rank r.
         return_gathered: Whether the gathered x is returned, too; in float8 without its scales.
@@ -194,8 +194,9 @@ def ag_gemm(
         scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M / W, 1]
             (row-wise), or [M / W, ceil(K / 128)] (block-wise). It is gathered with x, so ranks may have different
             scales.
-        scale_w: For weight in float8: its scale in fp32, one element, [N / W, 1], or with block-wise scales
-            [ceil(N / W / 128), ceil(K / 128)].
+        scale_w: For weight in float8, whose format may differ from that of x: its scale in fp32, one element,
+            [N / W, 1], or with block-wise scales [ceil(N / W / 128), ceil(K / 128)]. For a list of
+            weights, a list of scales.
         out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output.
         use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
             ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 or 256 elements of K, depending on the
@@ -204,7 +205,8 @@ def ag_gemm(
             elements and 1/4 of fp32, plus 3 %. For x in bf16, fp16 and fp32; see the section Wire compression.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune). For a
-            list of weights it is selected for the sum of the N_i.
+            list of weights it is selected for the sum of the N_i. For float8, calls with a list of weights, ``dim=1``
+            or ``return_gathered`` run method "parts" instead of "fused".
 
     Returns:
         y [M, N / W] in the dtype of x or ``out_dtype``, accumulated in fp32; for a list of weights, a list of outputs.
@@ -230,6 +232,7 @@ def ag_gemm(
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
+        NotImplementedError: For float8, if the group spans several nodes and the method of the config is not "torch".
         RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.scaling import scaled_linear
+from tdkernels.ops.common.scaling import row_major, scaled_linear
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.symm.whole_call import whole_call
@@ -46,6 +46,7 @@ def launch(
     if scales is not None:
         all_scales = gathered_scales(x, scales[0], group)
         scales = [one._replace(x=all_scales.x) for one in scales]
+        weights = [row_major(weight) for weight in weights]
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)

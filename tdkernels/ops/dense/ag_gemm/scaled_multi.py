@@ -53,6 +53,7 @@ def call(
     ]
     check_dim("ag_gemm", "x", x, dim)
     check_config("ag_gemm", config, AgGemmConfig, x)
+    scaled.reject_nodes("ag_gemm", config, group)
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     method = "parts" if config is None or config.method == "fused" else config.method
     rows = torch.ops.tdkernels.ag_gemm_scaled_multi(

@@ -111,13 +111,13 @@ def gemm_ar(
         x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8, for any M. Further leading dimensions are
             flattened and restored: [B, S, K / W] gives [B, S, N].
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
-        bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        bias: [N] in the dtype of z, the same on all ranks, or None. It is added once, after the sum.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
             dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
         scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M, 1]
             (row-wise), or [M, ceil(K / W / 128)] (block-wise).
-        scale_w: For weight in float8: its scale in fp32, one element, [N, 1], or with block-wise scales
-            [ceil(N / 128), ceil(K / W / 128)].
+        scale_w: For weight in float8, whose format may differ from that of x: its scale in fp32, one element, [N, 1],
+            or with block-wise scales [ceil(N / 128), ceil(K / W / 128)].
         out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output and of the partials that are sent.
         use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
             ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 or 256 elements of K, depending on the
@@ -139,6 +139,7 @@ def gemm_ar(
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
+        NotImplementedError: For float8, if the group spans several nodes and the method of the config is not "torch".
         RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:

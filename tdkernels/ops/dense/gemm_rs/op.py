@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
-from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call
+from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call, check_scaled_operands
 from tdkernels.ops.common.torch_collectives import reduce_scatter_rows
 from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.backward import gemm_rs_backward
@@ -155,15 +155,15 @@ def gemm_rs(
         x: This rank's columns, [M, K / W] in bf16, fp16, fp32 or float8. M must be divisible by W. Further leading
             dimensions are flattened and restored: [S, B, K / W] gives [S / W, B, N], block r of z on rank r.
         weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
-        bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        bias: [N] in the dtype of z, the same on all ranks, or None. It is added once, after the sum.
         dim: The dimension that is scattered: 0, or 1 for [B, S, K / W], which gives [B, S / W, N]. It must be divisible
             by W.
         main_grad: A tensor with the shape of weight, in fp32 or in the dtype of weight, or None. The backward adds
             dweight to it in the GEMM, and weight gets no gradient: the fused gradient accumulation of Megatron-LM.
         scale_x: For x in float8: its scale in fp32, which multiplies its elements. One element, [M, 1]
             (row-wise), or [M, ceil(K / W / 128)] (block-wise).
-        scale_w: For weight in float8: its scale in fp32, one element, [N, 1], or with block-wise scales
-            [ceil(N / 128), ceil(K / W / 128)].
+        scale_w: For weight in float8, whose format may differ from that of x: its scale in fp32, one element, [N, 1],
+            or with block-wise scales [ceil(N / 128), ceil(K / W / 128)].
         out_dtype: For float8: bf16 (default), fp16 or fp32, the dtype of the output and of the partials that are sent.
         use_fast_accum: For float8: whether tensor cores accumulate all of K with their reduced precision, as in
             ``torch._scaled_mm``. Otherwise products are added in fp32 every 128 or 256 elements of K, depending on the
@@ -198,7 +198,8 @@ def gemm_rs(
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
-        NotImplementedError: With ``wire``, if the group spans several nodes.
+        NotImplementedError: If the group spans several nodes: with ``wire``, or for float8 with a config whose method
+            is not "torch".
 
     Contract:
         Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
@@ -240,20 +241,18 @@ def _scaled(x, weight, bias, dim, main_grad, scaling, group, config):
     """Execute ``gemm_rs`` of scaled operands."""
     check_scaled_call("gemm_rs", x, main_grad, *scaling)
     world_size = group.size()
-    rows, scale_x = x, scaling[0]
-
-    def check():
+    if isinstance(x, torch.Tensor) and x.dim() > 1:  # other errors are those of scaled.call
         check_dim("gemm_rs", "x", x, dim)
         _check_divisible(x, dim, world_size)
-
-    has_rows = isinstance(x, torch.Tensor) and x.dim() > 2 and x.numel() > 0
-    if dim == 1 and has_rows and x.shape[0] > 1 and x.shape[1] % world_size == 0:
+    rows, scale_x = x, scaling[0]
+    if dim == 1 and isinstance(x, torch.Tensor) and x.dim() > 2 and x.shape[0] > 1 and x.numel() > 0:
+        scale_x = check_scaled_operands("gemm_rs", x, weight, bias, *scaling).x
         # Rows are ordered by their owner in a pass of their own, and so are their scales.
         segment_rows = segment_rows_of(x, dim, world_size)
         rows = by_rank(x.view(torch.uint8).reshape(-1, x.shape[-1]), segment_rows, world_size).view(x.dtype)
         if scale_x.numel() > 1:
-            scale_x = by_rank(scale_x.reshape(rows.shape[0], -1), segment_rows, world_size)
-    z = scaled.call("gemm_rs", rows, weight, bias, scale_x, *scaling[1:], group, config, check)
+            scale_x = by_rank(scale_x, segment_rows, world_size)
+    z = scaled.call("gemm_rs", rows, weight, bias, scale_x, *scaling[1:], group, config)
     return z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
 
 

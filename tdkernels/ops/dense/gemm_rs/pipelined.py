@@ -1,14 +1,15 @@
 """Pipelined gemm_rs: while torch's GEMM computes the part of one rank, the copy engine sends the previous part.
 
 The part of rank + 1 is computed first, this rank's own part last. Then the parts of all ranks, each rounded to the
-dtype of x, are added in fp32 and in rank order. The GEMM has all SMs. The cost is one more read and write of the sum.
+dtype of the output, are added in fp32 and in rank order. The GEMM has all SMs. The cost is one more read and write of
+the sum.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
-from tdkernels.ops.common.scaling import Scales, out_dtype_of
+from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_major
 from tdkernels.ops.dense.vendor_gemm import cut, product_of
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -27,6 +28,8 @@ def launch(
     config: "GemmRsConfig", fields: Mapping[str, Any], scales: Scales | None = None,
 ) -> "torch.Tensor":
     """Run gemm_rs with method "parts"; ``fields`` must be equal on all ranks."""
+    if scales is not None:
+        x, weight = row_major(x), row_major(weight)
     scatter = start("gemm_rs", fields, x, weight, group, config.pieces, out_dtype_of(x, scales))
     with scatter:
         return scatter.add_to(send_products(scatter, x, weight, config.pieces, scales), bias)

@@ -44,8 +44,9 @@ def group_gemm_scaled_ref(
     """Compute group_gemm of scaled operands with plain torch operators. The operands are dequantized to fp32."""
     by_expert = _scales_by_expert(w, scales.weight)
     weights = [dequantize(weight, scale) for weight, scale in zip(w, by_expert, strict=True)]
-    pre = product_by_group(dequantize(x, scales.x), torch.stack(weights), splits)
-    return swiglu_ref(pre, activation).to(scales.out_dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        pre = product_by_group(dequantize(x, scales.x), torch.stack(weights), splits)
+        return swiglu_ref(pre, activation).to(scales.out_dtype)
 
 
 def _scales_by_expert(w, scale):
@@ -109,6 +110,7 @@ def checked_scales(
         validation.check_tensor(operator, name, scale, (torch.float32,), like=x)
     kind = _kind_of(operator, x, w, scale_x, scale_w)
     reject_gradients(operator, (x, w, scale_x, scale_w), _NO_GRADIENT)
+    scale_x = scale_x.reshape(1, 1) if scale_x.numel() == 1 else scale_x
     return Scales(scale_x.contiguous(), scale_w.contiguous(), kind, out_dtype, use_fast_accum)
 
 
