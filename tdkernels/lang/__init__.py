@@ -27,7 +27,7 @@ from tdkernels.lang.failure_record import end_wait, failed, failed_for_all
 from tdkernels.lang.host_error import report_if
 from tdkernels.lang.intra_node import notify_node, wait_plan_node
 from tdkernels.lang.kernel import jit
-from tdkernels.lang.math import dot, from_float32, to_e4m3, to_float32
+from tdkernels.lang.math import dot, from_e4m3, from_float32, to_e4m3, to_float32
 from tdkernels.lang.memory import (
     add_release,
     await_tma_stores,
@@ -62,7 +62,7 @@ __all__ = [
     "add_release", "announce_failure", "await_put", "await_tma_stores", "await_work_item", "call", "check_alone",
     "check_peers", "clock_ns", "compact_indices", "completed", "consume_token", "data_at", "dot", "end_wait", "epoch",
     "failed", "failed_for_all", "fence", "fence_before_tma_load", "fetch_work_item", "finish", "flag_at",
-    "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
+    "from_e4m3", "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
     "load_acquire", "local_ranks", "mark", "max_of", "notify", "notify_all", "notify_node", "num_ranks", "pointer_to",
     "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "report_if", "running_sum", "signal",
     "signal_at", "signal_of", "status_at", "store_release", "store_release_each", "store_release_if", "sum_of",

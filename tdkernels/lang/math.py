@@ -17,10 +17,7 @@ def to_float32(x):
     elif target() == "interpreter" and x.dtype == tl.float8e5:
         return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif target() == "interpreter" and x.dtype == tl.float8e4nv:
-        # As fp16, exponent and mantissa give 2**-8 times the value, also for subnormal numbers.
-        bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)
-        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        return from_e4m3(x.to(tl.uint8, bitcast=True))
     else:
         return x.to(tl.float32)
 
@@ -53,6 +50,23 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_K: tl.constexpr = None):
         return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE_K)
+
+
+@jit
+def from_e4m3(codes, CONVERTS: tl.constexpr = False):
+    """Convert the bits of float8_e4m3fn (uint8) to fp32. Exact.
+
+    Args:
+        codes: uint8.
+        CONVERTS: use the GPU's conversion instruction, as for ``to_e4m3``. False: convert with integer arithmetic.
+    """
+    if CONVERTS:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # As fp16, exponent and mantissa give 2**-8 times the value, also for subnormal numbers.
+        bits = codes.to(tl.uint16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
 
 
 @jit

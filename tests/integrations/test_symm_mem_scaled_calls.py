@@ -178,7 +178,7 @@ def gather_then_product(A, B, A_scale, B_scale):
 
 
 def product_then_scatter(A, B, A_scale, B_scale):
-    """The rows of A are [2, 8], of which the second dimension is scattered."""
+    """The rows of A are [2, 8], and their second dimension is scattered."""
     reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     y = torch._scaled_mm(A.view(-1, A.shape[-1]), B, A_scale, B_scale, out_dtype=BF16)
     return reduce_scatter(y.view(*A.shape[:-1], -1), "sum", 1, group_name())

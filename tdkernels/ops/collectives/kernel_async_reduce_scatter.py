@@ -3,7 +3,8 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.fp8_groups import block_of_rows, load_quantized
+from tdkernels.ops.common.fp8_groups import block_of_rows, quantized_part_of
+from tdkernels.ops.common.gemm_tile import as_aligned
 from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 
 
@@ -37,19 +38,6 @@ def add_parts_kernel(
         tl.store(own + offs, td.from_float32(total, DTYPE), mask=mask)
 
 
-@td.jit
-def _quantized_part(
-    source: tl.constexpr, codes_at, scales_at, slot_bytes, left, own, me, RANKS: tl.constexpr, CONVERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return a block of the part of rank ``source`` in fp32: ``own`` if it is this rank, zeros if it is not a rank."""
-    if source >= RANKS:
-        return tl.full((BLOCK,), 0.0, tl.float32)
-    slot = source * slot_bytes
-    part = load_quantized(codes_at + slot, scales_at + slot, left, me != source, CONVERTS, BLOCK)
-    return tl.where(me == source, own, part)
-
-
 @td.jit(do_not_specialize=["rows", "width", "row_bytes", "slot_bytes"])
 def add_quantized_parts_kernel(
     ctx, own_ptr, bias_ptr, rows, width, row_bytes, slot_bytes,
@@ -64,19 +52,19 @@ def add_quantized_parts_kernel(
     me = td.rank(ctx)
     parts = td.data_at(ctx, 0, me)
     slot_bytes = tl.cast(slot_bytes, tl.int64)
-    width = width // 16 * 16 if ALIGNED else width
+    width = as_aligned(width, ALIGNED)
     offs = tl.arange(0, BLOCK)
     for item in range(tl.program_id(0), rows * ((width + BLOCK - 1) // BLOCK), tl.num_programs(0)):
         row, column, codes_at, scales_at = block_of_rows(item, width, row_bytes, BLOCK)
-        codes_at, scales_at, left = parts + codes_at, parts + scales_at, width - column
+        at, left = (parts + codes_at, parts + scales_at), width - column
         own = td.pointer_to(own_ptr.to(tl.int64) + (row * width + column) * ITEM_BYTES, DTYPE, ALIGNED)
         ours = td.to_float32(tl.load(own + offs, mask=offs < left, other=0.0))
         total = tl.full((BLOCK,), 0.0, tl.float32)
         for first in tl.static_range(0, RANKS, 4):  # four parts are loaded at a time, see ``reduce_in_rank_order``
-            part0 = _quantized_part(first, codes_at, scales_at, slot_bytes, left, ours, me, RANKS, CONVERTS, BLOCK)
-            part1 = _quantized_part(first + 1, codes_at, scales_at, slot_bytes, left, ours, me, RANKS, CONVERTS, BLOCK)
-            part2 = _quantized_part(first + 2, codes_at, scales_at, slot_bytes, left, ours, me, RANKS, CONVERTS, BLOCK)
-            part3 = _quantized_part(first + 3, codes_at, scales_at, slot_bytes, left, ours, me, RANKS, CONVERTS, BLOCK)
+            part0 = quantized_part_of(first, me, RANKS, at, slot_bytes, left, ours, CONVERTS, BLOCK)
+            part1 = quantized_part_of(first + 1, me, RANKS, at, slot_bytes, left, ours, CONVERTS, BLOCK)
+            part2 = quantized_part_of(first + 2, me, RANKS, at, slot_bytes, left, ours, CONVERTS, BLOCK)
+            part3 = quantized_part_of(first + 3, me, RANKS, at, slot_bytes, left, ours, CONVERTS, BLOCK)
             total += part0
             total += part1
             total += part2

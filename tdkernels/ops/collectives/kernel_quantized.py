@@ -12,7 +12,14 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.collectives.kernel import _begin, _blocks, _bring, _length, _mask_of
-from tdkernels.ops.common.fp8_groups import GROUP, dequantize_groups, load_quantized, quantize_groups, store_quantized
+from tdkernels.ops.common.fp8_groups import (
+    GROUP,
+    dequantize_groups,
+    load_quantized,
+    quantize_groups,
+    quantized_part_of,
+    store_quantized,
+)
 
 
 @td.jit
@@ -61,14 +68,6 @@ def _send_quantized_to_each(
 
 
 @td.jit
-def _quantized_part_of(source, me, ranks, parts, part_bytes, left, own, CONVERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a block of the part of rank ``source`` in fp32: ``own`` if it is this rank, zeros if it is not a rank."""
-    there = (source < ranks) & (source != me)
-    part = _load_wire(parts + source * part_bytes, left, there, CONVERTS, BLOCK)
-    return tl.where(source == me, own, part)
-
-
-@td.jit
 def _sum_quantized_blocks(
     ctx, me, ranks, x, parts, part_bytes, sums, z, left, sent, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, CONVERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,13 +83,14 @@ def _sum_quantized_blocks(
         rest = left - start
         own = tl.load(td.pointer_to(x + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=offs < rest, other=0.0)
         own = td.to_float32(own)
-        at = parts + wire_bytes(b, BLOCK)
+        codes_at = parts + wire_bytes(b, BLOCK)
+        at = codes_at, codes_at + BLOCK
         total = tl.full((BLOCK,), 0.0, tl.float32)
         for source in range(0, ranks, 4):  # four parts are loaded at a time
-            part0 = _quantized_part_of(source, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
-            part1 = _quantized_part_of(source + 1, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
-            part2 = _quantized_part_of(source + 2, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
-            part3 = _quantized_part_of(source + 3, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
+            part0 = quantized_part_of(source, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
+            part1 = quantized_part_of(source + 1, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
+            part2 = quantized_part_of(source + 2, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
+            part3 = quantized_part_of(source + 3, me, ranks, at, part_bytes, rest, own, CONVERTS, BLOCK)
             total += part0
             total += part1
             total += part2

@@ -13,14 +13,13 @@ import torch
 from tdkernels.ops.collectives import launch_quantized
 from tdkernels.ops.collectives.config import CollectiveConfig, default_config
 from tdkernels.ops.common.config import as_argument, from_text
+from tdkernels.ops.common.validation import check_wire_format
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import refuse_nodes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-FORMATS = ("fp8",)
 
 
 def _resolved(text, x, group):
@@ -88,8 +87,7 @@ def call(
         config: See ``all_reduce``.
         check: (operator, x, W, config) -> None, validates the other arguments.
     """
-    if type(quantize) is not str or quantize not in FORMATS:
-        raise ValueError(f'all_reduce: quantize must be None or "fp8", not {quantize!r}')
+    check_wire_format("all_reduce", "quantize", quantize)
     known, key = call_cache.lookup_run("all_reduce, quantized", group, (x,), (quantize, config))
     if known is not None:
         return known(group, x)

@@ -57,21 +57,9 @@ def quantize_groups(x, CONVERTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @td.jit
-def _from_e4m3(codes, CONVERTS: tl.constexpr):
-    """Convert codes (uint8) to fp32. Exact. CONVERTS: use the GPU's conversion instruction."""
-    if CONVERTS:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        # As fp16, exponent and mantissa give 2**-8 times the value, also for subnormal numbers.
-        bits = codes.to(tl.uint16)
-        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-
-
-@td.jit
 def dequantize_groups(codes, scales, CONVERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return codes [BLOCK] times the scales of their groups [BLOCK / 128], in fp32."""
-    values = tl.reshape(_from_e4m3(codes, CONVERTS), (BLOCK // GROUP, GROUP))
+    values = tl.reshape(td.from_e4m3(codes, CONVERTS), (BLOCK // GROUP, GROUP))
     return tl.reshape(values * scales[:, None], (BLOCK,))
 
 
@@ -86,6 +74,22 @@ def load_quantized(codes_at, scales_at, left, there, CONVERTS: tl.constexpr, BLO
     scales_ptr = td.pointer_to(scales_at, tl.float32, False)
     scales = tl.load(scales_ptr + group, mask=(group * GROUP < left) & there, other=0.0)
     return dequantize_groups(codes, scales, CONVERTS, BLOCK)
+
+
+@td.jit
+def quantized_part_of(
+    source, me, ranks, at, part_bytes, left, own, CONVERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return a block of the part of rank ``source`` in fp32: ``own`` if it is this rank, zeros if it is not a rank.
+
+    ``at``: addresses of the codes and of the scales of the block of rank 0. Those of rank r are ``r * part_bytes``
+    later. The other arguments are those of ``load_quantized``.
+    """
+    codes_at, scales_at = at
+    there = (me != source) & (ranks > source)
+    before = source * part_bytes
+    part = load_quantized(codes_at + before, scales_at + before, left, there, CONVERTS, BLOCK)
+    return tl.where(me == source, own, part)
 
 
 @td.jit

@@ -1,6 +1,6 @@
 """Scaled fp8 operands of a GEMM: which scales are supported, validation, quantization and GEMMs in plain torch.
 
-An fp8 operand stands for the product of its elements with their scale, which is fp32:
+The values of an fp8 operand are its elements times their scale, which is fp32:
 
     scaling         scale of x [M, K]       scale of weight [N, K]
     tensor-wise     one element             one element
@@ -266,7 +266,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
     """
     rows, k = codes.shape
     scale = scale.to(dtype)
-    if scale.numel() > 1:
+    if scale.numel() != 1:
         if scale.shape[0] != rows:
             scale = scale.repeat_interleave(BLOCK, 0)[:rows]
         if scale.shape[1] != 1 or k <= BLOCK:

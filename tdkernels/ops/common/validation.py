@@ -57,6 +57,12 @@ def check_tensor(
         raise ValueError(f"{operator}: {like_name} is on {like.device} but {name} is on {value.device}")
 
 
+def check_wire_format(operator: str, name: str, value: Any) -> None:
+    """Raise ValueError unless an argument is "fp8", the only format for compressed transfers."""
+    if type(value) is not str or value != "fp8":
+        raise ValueError(f'{operator}: {name} must be None or "fp8", not {value!r}')
+
+
 def reject_tensor_subclasses(operator: str, name: str, tensor: torch.Tensor) -> None:
     """Raise an error for a tensor whose memory does not store its values, such as a DTensor or a negated view.
 

@@ -4,12 +4,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.fp8_groups import block_of_rows, load_quantized, quantize_groups, store_quantized
-
-
-@td.jit
-def _multiple_of_16(k, ALIGNED: tl.constexpr):
-    """Return ``k``. If ALIGNED, the compiler knows that it is a multiple of 16."""
-    return k // 16 * 16 if ALIGNED else k
+from tdkernels.ops.common.gemm_tile import as_aligned
 
 
 @td.jit(do_not_specialize=["rows", "k", "row_bytes"])
@@ -22,7 +17,7 @@ def pack_rows_kernel(
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    k = _multiple_of_16(k, ALIGNED)
+    k = as_aligned(k, ALIGNED)
     offs = tl.arange(0, BLOCK)
     for item in range(tl.program_id(0), rows * ((k + BLOCK - 1) // BLOCK), tl.num_programs(0)):
         row, column, codes_at, scales_at = block_of_rows(item, k, row_bytes, BLOCK)
@@ -40,7 +35,7 @@ def unpack_rows_kernel(
     """Compute x [rows, k] from packed rows; arguments as for ``pack_rows_kernel``."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    k = _multiple_of_16(k, ALIGNED)
+    k = as_aligned(k, ALIGNED)
     offs = tl.arange(0, BLOCK)
     for item in range(tl.program_id(0), rows * ((k + BLOCK - 1) // BLOCK), tl.num_programs(0)):
         row, column, codes_at, scales_at = block_of_rows(item, k, row_bytes, BLOCK)

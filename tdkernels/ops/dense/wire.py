@@ -18,9 +18,7 @@ from typing import Any
 
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.scaling import is_fp8
-from tdkernels.ops.common.validation import shape_of
-
-FORMATS = ("fp8",)
+from tdkernels.ops.common.validation import check_wire_format, shape_of
 
 
 def check_wire(operator: str, wire: Any, x: Any, scaling: tuple[Any, ...]) -> None:
@@ -36,8 +34,7 @@ def check_wire(operator: str, wire: Any, x: Any, scaling: tuple[Any, ...]) -> No
         TypeError: If x is fp8, or an argument for scaled operands is given.
         ValueError: If ``wire`` is not a supported format.
     """
-    if type(wire) is not str or wire not in FORMATS:
-        raise ValueError(f'{operator}: wire must be None or "fp8", not {wire!r}')
+    check_wire_format(operator, "wire", wire)
     if is_fp8(x):
         raise TypeError(f'{operator}: x {shape_of(x)} is {x.dtype}; wire="fp8" is for bfloat16, float16 and float32')
     scale_x, scale_w, out_dtype, use_fast_accum = scaling

@@ -18,6 +18,7 @@ import torch
 
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.dispatch import (
     all_to_all,
@@ -32,7 +33,6 @@ from tdkernels.ops.experts.dispatch import (
 from tdkernels.ops.experts.dispatch import config as ep_config
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.counted import routing_to_compile
-from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_shared
@@ -272,7 +272,7 @@ class EpDispatchTunable(_DirectTunable):
         recv, _ = output
         rows = int(recv.splits.sum())
         x = recv.x[:rows]
-        return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
+        return x if recv.scales is None else dequantize(x, recv.scales[:rows]).to(problem.torch_dtype)
 
     def compile(self, operands: Sequence[Any], problem: "Problem", config: EpConfig) -> None:
         x, _, weights = operands
@@ -391,7 +391,7 @@ def _is_quantized(problem):
 
 def _quantize_roundtrip(x):
     """Return x after quantization to float8_e4m3fn and dequantization."""
-    return dequantize(*torch_backend.quantized(x), x.dtype)
+    return dequantize(*torch_backend.quantized(x)).to(x.dtype)
 
 
 for _tunable in (EpDispatchTunable(), EpCombineTunable(), AllToAllTunable()):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
+from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.experts.dispatch.counted import CountedRouting
-from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
 from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of, without_symmetric_memory
@@ -60,7 +60,7 @@ class Layer:
             "w_down": weights(width, hidden),
         }
         if quantize:
-            self.whole["x"] = dequantize(*quantize_ref(case.all_x), dtype)
+            self.whole["x"] = dequantize(*quantize_ref(case.all_x)).to(dtype)
         mine = slice(rank * experts_each, (rank + 1) * experts_each)
         self.own = {name: self.whole[name][mine].to(device()) for name in ("w_gate_up", "w_down")}
         self.own |= {"x": case.x, "topk_weights": case.weights}  # x before quantization
