@@ -38,7 +38,12 @@ def pytest_generate_tests(metafunc):
 _FOR_ALL_GPUS = ("test_gemm_kernels_compile", "test_one_shot_compiles", "test_helper_kernels")
 _OTHER_GPUS = ("sm_89", "sm_100", "gfx950")  # sm_80 uses the same code paths as sm_89, and has more shared memory
 # The result of these tests does not depend on the GPU that they compile for.
-_FOR_ONE_GPU = ("test_traced_kernels_compile", "test_size_one_compiles", "test_collectives_with_odd_sizes_compile")
+_FOR_ONE_GPU = (
+    "test_traced_kernels_compile", "test_size_one_compiles", "test_collectives_with_odd_sizes_compile",
+    "test_attention_with_odd_sizes_compiles", "test_dispatch_with_odd_sizes_compiles",
+    "test_fused_ep_moe_with_odd_sizes_compiles", "test_grouped_gemm_with_odd_sizes_compiles",
+    "test_tp_moe_with_odd_sizes_compiles", "test_ulysses_with_odd_sizes_compiles",
+)
 # Their cases overlap, so every other case is enough.
 _LONG = {
     "test_ag_attention.py": ("test_everything",),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tdkernels import launch
 from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
 from tests.support import host_collectives, ranks
+from tests.support.simulated_nodes import thorough
 
 REPO = Path(__file__).parent.parent
 
@@ -475,8 +476,8 @@ def test_too_few_gpus_skips_without_counting(monkeypatch):
     [
         (1, [], "", False),
         (2, [], "", True),
-        (0, ["tests"], "", False),
-        (0, ["tests/test_one.py"], "", True),  # a single file need not run several ranks
+        pytest.param(0, ["tests"], "", False, marks=thorough),
+        pytest.param(0, ["tests/test_one.py"], "", True, marks=thorough),  # a single file need not run several ranks
         (0, ["-k", "one"], "true", False),  # in CI the rule always applies
     ],
 )

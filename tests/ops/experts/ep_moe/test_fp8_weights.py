@@ -4,6 +4,7 @@ import pytest
 
 from tests.ops.experts.ep_moe import fp8_cases as cases
 from tests.support.ranks import on_ranks
+from tests.support.subset import THOROUGH, pairs
 
 BOUNDS = {"exact": {}, "max_tokens": {"max_tokens": 96}, "max_tokens_per_rank": {"max_tokens_per_rank": 11}}
 
@@ -14,10 +15,12 @@ def test_tokens_are_multiplied_as_sent(world_size, width, bound):
     on_ranks(world_size, cases.multiplies_tokens_as_sent, cases.UNEVEN, width, BOUNDS[bound])
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("dtype, weight_dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("world_size, width, hidden", [(1, 128, 128), (2, 144, 80), (3, 272, 144)])
-def test_forward(world_size, width, hidden, dtype, weight_dtype, quantize):
+@pytest.mark.parametrize(
+    "sizes, dtypes, quantize",
+    pairs([(1, 128, 128), (2, 144, 80), (3, 272, 144)], cases.DTYPES, [None, "fp8"], everything=THOROUGH), ids=str,
+)
+def test_forward(sizes, dtypes, quantize):
+    (world_size, width, hidden), (dtype, weight_dtype) = sizes, dtypes
     on_ranks(world_size, cases.computes, cases.UNEVEN, width, hidden, dtype, weight_dtype, quantize)
 
 

@@ -13,6 +13,7 @@ from tests.ops.dense import cases as dense
 from tests.ops.experts.grouped_gemm.scaled_cases import E4M3, E5M2, ScaledGrouped
 from tests.ops.experts.grouped_gemm.test_grouped_gemm import ACTIVATIONS, W_LAYOUTS
 from tests.support.ranks import DEVICE, device, on_ranks
+from tests.support.subset import THOROUGH, pairs
 
 SCALINGS = [
     ("tensor", "tensor"), ("tensor", "expert"), ("tensor", "row"), ("row", "tensor"), ("row", "expert"), ("row", "row"),
@@ -52,9 +53,9 @@ def test_scalings(scaling, activation):
     on_ranks(1, computes, PROBLEMS, scaling, activation, spare=3)
 
 
-@each_activation
-@pytest.mark.parametrize("scaling", ["row", "block"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config, scaling, activation", pairs(list(CONFIGS), ["row", "block"], ACTIVATIONS, everything=THOROUGH), ids=str
+)
 def test_configs(config, scaling, activation):
     on_ranks(1, computes, PROBLEMS[:3], (scaling, scaling), activation, CONFIGS[config], fast=True)
 
