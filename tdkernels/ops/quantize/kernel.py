@@ -6,16 +6,12 @@
     quantize_tiles_kernel       given, or one per block             one tile
 
 ALIGNED: the rows of x and of the codes are multiples of 16 elements, and so is the stride of x.
-
-A group with a NaN has the scale NaN. The largest magnitude is therefore a maximum of the bits of fp32 numbers without
-their sign: these are ordered as the numbers are, and NaN is the largest.
 """
-
-from typing import NamedTuple
 
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.common.fp8_codes import magnitude_bits, scale_of_bits, scaled_codes
 from tdkernels.ops.common.gemm_tile import as_aligned
 
 # The argument AXIS of quantize_tiles_kernel: which elements of a tile share a scale.
@@ -23,81 +19,6 @@ ALL_TENSOR = tl.constexpr(-1)  # all tiles do, and the scale is given
 ROW = tl.constexpr(1)  # a row of the tile
 COLUMN = tl.constexpr(0)  # a column of the tile
 TILE = tl.constexpr(2)  # the whole tile
-
-
-class Format(NamedTuple):
-    """An fp8 format: the constexpr argument ``FORMAT``.
-
-    Attributes:
-        mantissa: Bits of the mantissa.
-        bias: Bias of the exponent.
-        largest: Largest finite value.
-        last_code: Code of the largest finite value.
-        fnuz: Whether the code 0x80 is NaN instead of -0.
-        by_instruction: Whether the GPU's conversion instruction is used instead of integer arithmetic.
-    """
-
-    mantissa: int
-    bias: int
-    largest: float
-    last_code: int
-    fnuz: bool
-    by_instruction: bool
-
-
-@td.jit
-def _to_codes_by_integers(x, FORMAT: tl.constexpr):
-    """Convert fp32 to fp8 codes in int32: round to nearest even, saturate. NaN loses its sign."""
-    SHIFT: tl.constexpr = 23 - FORMAT.mantissa
-    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
-    REBIAS: tl.constexpr = (127 - FORMAT.bias) << FORMAT.mantissa
-    SMALLEST_NORMAL: tl.constexpr = (128 - FORMAT.bias) << 23  # the bits of 2**(1 - bias)
-    # Below it, codes are as far apart as fp32 values at this power of two: adding it rounds.
-    ROUNDING_BITS: tl.constexpr = (127 + 24 - FORMAT.bias - FORMAT.mantissa) << 23
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + HALF + ((magnitude >> SHIFT) & 1) >> SHIFT).to(tl.int32) - REBIAS
-    rounding = tl.full(x.shape, ROUNDING_BITS, tl.int32)
-    small = (tl.abs(x) + rounding.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - rounding
-    code = tl.where(magnitude < SMALLEST_NORMAL, small, tl.minimum(normal, FORMAT.last_code))
-    sign = (bits >> 24 & 0x80).to(tl.int32)
-    if FORMAT.fnuz:
-        code = tl.where(code == 0, 0, code | sign)
-        return tl.where(magnitude > 0x7F800000, 0x80, code)
-    else:
-        return tl.where(magnitude > 0x7F800000, 0x7F, code | sign)
-
-
-@td.jit
-def _to_codes(x, FORMAT: tl.constexpr):
-    """Convert fp32 to fp8 codes in uint8: round to nearest even, saturate. The sign of a NaN is undefined."""
-    if not FORMAT.by_instruction:
-        return _to_codes_by_integers(x, FORMAT).to(tl.uint8)
-    elif FORMAT.mantissa == 3:
-        return td.to_e4m3(x, True)
-    else:
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-
-
-@td.jit
-def _magnitude_bits(x):
-    """Return the bits of |x| in int32."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@td.jit
-def _scale_of(bits, FORMAT: tl.constexpr):
-    """Return the scale of a group with the bits of its largest magnitude."""
-    largest = bits.to(tl.float32, bitcast=True)
-    return tl.div_rn(largest, tl.full(largest.shape, FORMAT.largest, tl.float32))
-
-
-@td.jit
-def _scaled_codes(x, scale, FORMAT: tl.constexpr):
-    """Return the codes of x / scale; 0 where the scale is 0. ``scale`` has the shape of x."""
-    is_zero = scale == 0
-    quotient = tl.div_rn(x, tl.where(is_zero, 1.0, scale))
-    return _to_codes(tl.where(is_zero, 0.0, quotient), FORMAT)
 
 
 @td.jit
@@ -130,18 +51,18 @@ def quantize_rows_kernel(
     lane = tl.arange(0, BLOCK_C)
     if ONE_PASS:
         x = _load_tile(x_ptr, row, lane, rows, columns, stride)
-        scale = _scale_of(td.max_of(_magnitude_bits(x), 1), FORMAT)
-        codes = _scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+        scale = scale_of_bits(td.max_of(magnitude_bits(x), 1), FORMAT)
+        codes = scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
         _store_tile(codes_ptr, codes, row, lane, rows, columns, False)
     else:
         largest = tl.full((BLOCK_R, BLOCK_C), 0, tl.int32)
         for first in range(0, columns, BLOCK_C):
             x = _load_tile(x_ptr, row, first + lane, rows, columns, stride)
-            largest = tl.maximum(largest, _magnitude_bits(x))
-        scale = _scale_of(td.max_of(largest, 1), FORMAT)
+            largest = tl.maximum(largest, magnitude_bits(x))
+        scale = scale_of_bits(td.max_of(largest, 1), FORMAT)
         for first in range(0, columns, BLOCK_C):
             x = _load_tile(x_ptr, row, first + lane, rows, columns, stride)
-            codes = _scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+            codes = scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
             _store_tile(codes_ptr, codes, row, first + lane, rows, columns, False)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -160,18 +81,18 @@ def quantize_columns_kernel(
     lane = tl.arange(0, BLOCK_R)
     if ONE_PASS:
         x = _load_tile(x_ptr, lane, column, rows, columns, stride)
-        scale = _scale_of(td.max_of(_magnitude_bits(x), 0), FORMAT)
-        codes = _scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
+        scale = scale_of_bits(td.max_of(magnitude_bits(x), 0), FORMAT)
+        codes = scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
         _store_tile(codes_ptr, codes, lane, column, rows, columns, True)
     else:
         largest = tl.full((BLOCK_R, BLOCK_C), 0, tl.int32)
         for first in range(0, rows, BLOCK_R):
             x = _load_tile(x_ptr, first + lane, column, rows, columns, stride)
-            largest = tl.maximum(largest, _magnitude_bits(x))
-        scale = _scale_of(td.max_of(largest, 0), FORMAT)
+            largest = tl.maximum(largest, magnitude_bits(x))
+        scale = scale_of_bits(td.max_of(largest, 0), FORMAT)
         for first in range(0, rows, BLOCK_R):
             x = _load_tile(x_ptr, first + lane, column, rows, columns, stride)
-            codes = _scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
+            codes = scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
             _store_tile(codes_ptr, codes, first + lane, column, rows, columns, True)
     tl.store(scale_ptr + column, scale, mask=column < columns)
 
@@ -196,17 +117,17 @@ def quantize_tiles_kernel(
     if AXIS == ALL_TENSOR:
         each = tl.full((BLOCK_R, BLOCK_C), 1.0, tl.float32) * tl.load(scale_ptr)
     elif AXIS == ROW:
-        scale = _scale_of(td.max_of(_magnitude_bits(x), 1), FORMAT)
+        scale = scale_of_bits(td.max_of(magnitude_bits(x), 1), FORMAT)
         tl.store(scale_ptr + row.to(tl.int64) * tiles_c + tile_c, scale, mask=row < rows)
         each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
     elif AXIS == COLUMN:
-        scale = _scale_of(td.max_of(_magnitude_bits(x), 0), FORMAT)
+        scale = scale_of_bits(td.max_of(magnitude_bits(x), 0), FORMAT)
         tl.store(scale_ptr + column.to(tl.int64) * tiles_r + tile_r, scale, mask=column < columns)
         each = tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C))
     else:
-        largest = td.max_of(td.max_of(_magnitude_bits(x), 1), 0)
-        scale = _scale_of(tl.full((1,), 0, tl.int32) + largest, FORMAT)
+        largest = td.max_of(td.max_of(magnitude_bits(x), 1), 0)
+        scale = scale_of_bits(tl.full((1,), 0, tl.int32) + largest, FORMAT)
         place = tile_c * tiles_r + tile_r if TRANSPOSE else tile_r * tiles_c + tile_c
         tl.store(scale_ptr + place + tl.arange(0, 1), scale)
         each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
-    _store_tile(codes_ptr, _scaled_codes(x, each, FORMAT), row, column, rows, columns, TRANSPOSE)
+    _store_tile(codes_ptr, scaled_codes(x, each, FORMAT), row, column, rows, columns, TRANSPOSE)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tdkernels.ops.common.fp8_codes import format_for
 from tdkernels.ops.common.gemm_operands import aligned
 from tdkernels.ops.common.scaling import BLOCK
 from tdkernels.ops.quantize.kernel import (
@@ -11,7 +12,6 @@ from tdkernels.ops.quantize.kernel import (
     COLUMN,
     ROW,
     TILE,
-    Format,
     quantize_columns_kernel,
     quantize_rows_kernel,
     quantize_tiles_kernel,
@@ -25,19 +25,6 @@ _ELEMENTS = 8192  # that a program holds if rows are shorter, or longer
 _COLUMNS = 32  # of a program that quantizes whole columns: rows are then read in pieces of 64 bytes
 _MOST_OF_COLUMN = 256
 _PER_WARP = 1024  # elements
-
-_FORMATS = {
-    torch.float8_e4m3fn: Format(3, 7, 448.0, 0x7E, False, False),
-    torch.float8_e5m2: Format(2, 15, 57344.0, 0x7B, False, False),
-    torch.float8_e4m3fnuz: Format(3, 8, 240.0, 0x7F, True, False),
-    torch.float8_e5m2fnuz: Format(2, 16, 57344.0, 0x7F, True, False),
-}
-DTYPES = tuple(_FORMATS)
-
-
-def format_for(dtype: torch.dtype, by_instruction: bool) -> Format:
-    """Return the Format of a float8 dtype. ``by_instruction``: the GPU converts to the formats of the OCP."""
-    return _FORMATS[dtype]._replace(by_instruction=by_instruction and not _FORMATS[dtype].fnuz)
 
 
 def by_row(x: torch.Tensor, dtype: torch.dtype, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tdkernels.ops.common import validation
+from tdkernels.ops.common.fp8_codes import FP8_DTYPES
 from tdkernels.ops.common.scaling import BLOCK, SCALINGS, quantize_ref
 from tdkernels.ops.common.validation import shape_of
 from tdkernels.ops.quantize import launch
@@ -178,7 +179,7 @@ def _check(x: Any, scaling: Any, dtype: Any, weight: Any, transpose: Any, scale:
         raise ValueError(f"{name}: x must have at least 2 dimensions [rows, K], its shape is {shape_of(x)}")
     if scaling not in SCALINGS:
         raise ValueError(f"{name}: scaling must be one of {', '.join(map(repr, SCALINGS))}, not {scaling!r}")
-    if dtype not in launch.DTYPES:
+    if dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: dtype is {dtype}; float8_e4m3fn, float8_e5m2 and their fnuz formats are supported")
     for argument, value in (("weight", weight), ("transpose", transpose)):
         if type(value) is not bool:
