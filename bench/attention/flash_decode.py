@@ -178,7 +178,10 @@ def _methods(case, plan, default):
     overrides, absent = _overridden(plan, default)
     alone = {f"{LOCAL}{name}": lambda s, attend=attend: attend(s)[0] for name, attend in attentions.items()}
     together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in attentions.items()}
-    configs = {}
+    plain = methods.TORCH_CONFIG
+    alone[LOCAL + methods.METHOD_TORCH] = lambda s: methods.ours(s, plain, methods.own_group())
+    together[SEQUENCE + methods.METHOD_TORCH] = lambda s: methods.ours(s, plain)
+    configs = dict.fromkeys((LOCAL + methods.METHOD_TORCH, SEQUENCE + methods.METHOD_TORCH), plain)
     for suffix, config in {"": None, **overrides}.items():
         configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config
         alone[f"local{suffix}"] = lambda s, config=config: methods.ours(s, config, methods.own_group())

@@ -4,6 +4,8 @@
     tdkernels           flash_decode on all ranks
     torch-local NAME    torch's attention kernel NAME on this rank's keys
     sequence NAME       the unfused baseline: kernel NAME, NCCL's all-gather of the partial results, merge in torch
+    … method-torch      both of these as flash_decode runs them with method "torch", which also is the tuner's baseline:
+                        flash attention that reads the lengths on the device
     copy                torch's device-to-device copy, for the memory bandwidth
 
 An attention is a function of one operand set that returns (o [B, Hq, D], log-sum-exp [B, Hq]). The query heads of one
@@ -21,6 +23,8 @@ import tdkernels
 from tdkernels.launch import rank_device
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 
+METHOD_TORCH = "method-torch"
+TORCH_CONFIG = tdkernels.FlashDecodeConfig(method="torch")
 _COPY_BYTES = {"cuda": 512 << 20, "cpu": 1 << 16}
 
 

@@ -17,7 +17,7 @@ Attention of one query token per sequence over a KV cache that is sharded across
   their partial results.
 - **torch**: the fastest attention kernel of torch or of another installed library, on the keys of one rank.
   **unfused**: the fastest kernel followed by NCCL's all-gather and a merge in torch. The last columns name these
-  kernels.
+  kernels; `method-torch` is flash_decode with method "torch", which reads the lengths on the device as ours does.
 - **bandwidth**: the bytes of a rank's keys and values over the time, as a fraction of the rate of a large copy (bytes
   read and written) in the same run. From {LONG_KEYS // 1024}K keys per rank on, values below {TARGET_SHARE} are marked
   ▼.

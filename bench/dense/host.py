@@ -21,6 +21,7 @@ import tdkernels
 from bench.core import harness
 from bench.core.row_files import append
 from bench.dense import modules
+from bench.report.host import OURS, SEQUENCE, TORCH_METHOD, TORCH_METHODS
 from bench.run import revision
 from tdkernels import autotune
 from tdkernels.autotune.timing import barrier, synchronize
@@ -30,7 +31,6 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows, all_reduce, 
 ROWS, K, N, KEYS = 64, 4096, 1536, 1024  # GEMM per rank and cache length; collectives use one row of 512 elements
 REHEARSAL = 8, 16, 16, 16
 CALLS, WARM_UP, ROUNDS = 60, 30, 12
-SEQUENCE, TORCH_METHOD, OURS = "sequence", "ours by torch", "ours"  # method names as stored in rows
 
 
 def _methods():
@@ -60,7 +60,8 @@ def _methods():
         call, config_class = getattr(tdkernels, operator), autotune.tunable.tunable(operator).config_class
         torch_method = functools.partial(call, *args, config=config_class(method="torch"))
         baseline = {SEQUENCE: sequences[operator]} if operator in sequences else {}
-        found[operator] = {**baseline, TORCH_METHOD: torch_method, OURS: functools.partial(call, *args)}
+        name = TORCH_METHODS.get(operator, TORCH_METHOD)
+        found[operator] = {**baseline, name: torch_method, OURS: functools.partial(call, *args)}
     return found
 
 

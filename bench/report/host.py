@@ -8,7 +8,8 @@ _INTRO = """## Host launch time
 Microseconds per call for small calls issued back to back: until the host has launched the call / until the device has
 finished it. **unfused** is torch + NCCL written by hand, **ours, method "torch"** is a tdkernels call that runs torch +
 NCCL, and **ours** runs the kernels with heuristic configs. GEMMs have M = 64, K = 4096 and N = 1536 per rank,
-collectives 1 KiB, caches 1024 keys. Rows are written by `python -m bench.dense.host`.
+collectives 1 KiB, caches 1024 keys. †: attention in fp32, which method "torch" of `flash_decode` was before torch's
+flash attention. Rows are written by `python -m bench.dense.host`.
 """
 _MODULES_INTRO = """
 Modules of `tdkernels.nn` and the operators that they call, microseconds until the host has launched the call. The call
@@ -19,7 +20,9 @@ the operator / the module allocates.
 | module | gradients | operator | module | more | MiB |
 |---|---|---:|---:|---:|---:|
 """
-_METHODS = ("sequence", "ours by torch", "ours")  # as stored in rows
+# Method names as stored in rows. Rows of flash_decode with the name ``TORCH_METHOD`` are older than ``TORCH_METHODS``.
+_METHODS = SEQUENCE, TORCH_METHOD, OURS = "sequence", "ours by torch", "ours"
+TORCH_METHODS = {"flash_decode": "ours by torch flash"}
 _TITLES = ("unfused", 'ours, method "torch"', "ours")
 
 
@@ -29,14 +32,19 @@ def text(rows):
 
 
 def _table(rows):
-    times = {(row["op"], row["method"]): f"{row['host_us']:.0f} / {row['call_us']:.0f}" for row in rows}
+    times = {}
+    for row in rows:
+        operator, method, text = row["op"], row["method"], f"{row['host_us']:.0f} / {row['call_us']:.0f}"
+        if operator in TORCH_METHODS and method == TORCH_METHOD:
+            text += " †"
+        times[operator, TORCH_METHOD if method == TORCH_METHODS.get(operator) else method] = text
     lines = [
         f"{rows[0]['num_gpus']} x {rows[0]['gpu']}, {rows[0]['date'][:10]}, revision {rows[0]['git'][:7]}.",
         "",
         f"| operator | {' | '.join(_TITLES)} |",
         "|---|" + "---:|" * len(_METHODS),
     ]
-    for operator in dict.fromkeys(row["op"] for row in rows if row["method"] in _METHODS):
+    for operator in dict.fromkeys(operator for operator, method in times if method in _METHODS):
         lines.append(f"| {operator} | {' | '.join(times.get((operator, method), '–') for method in _METHODS)} |")
     return "\n".join(lines) + "\n" + _modules({(row["op"], row["method"]): row for row in rows})
 

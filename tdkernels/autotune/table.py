@@ -43,6 +43,7 @@ class Entry:
         graph: Whether these times are of calls in a CUDA graph. The tuner uses one if launching the calls one by one
             takes the host about as long as the GPU.
         modelled: Whether the times are from solo mode with a modelled link, and not from a run on all ranks.
+        baseline: ``Tunable.baseline`` when ``plain_ms`` was measured.
         identity: The problem, the versions and ``modelled``. A table has one entry for each identity.
     """
 
@@ -57,6 +58,7 @@ class Entry:
     when: str = ""
     graph: bool = False
     modelled: bool = False
+    baseline: str = ""
     identity: tuple = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -181,8 +183,10 @@ def _to_dict(entry):
     problem = asdict(entry.problem)
     del problem["operator"], problem["gpu"]  # the head of the table has them
     times = {name: _rounded(getattr(entry, name)) for name in _TIMES}
-    flags = {name: True for name in _FLAGS if getattr(entry, name)}
-    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **flags}
+    others = {name: True for name in _FLAGS if getattr(entry, name)}
+    if entry.baseline:
+        others["baseline"] = entry.baseline
+    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **others}
 
 
 def _rounded(ms):
@@ -203,7 +207,8 @@ def _from_dict(operator, gpu, item):
         if times["ms"] is None:
             return None
         flags = {name: item.get(name, False) is True for name in _FLAGS}
-        return Entry(problem, versions, item["config"], **times, when=_text(item.get("when", "")), **flags)
+        texts = {name: _text(item.get(name, "")) for name in ("when", "baseline")}
+        return Entry(problem, versions, item["config"], **times, **texts, **flags)
     except (AttributeError, KeyError, OverflowError, TypeError):
         return None
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tdkernels.autotune.hardware import Hardware
     from tdkernels.autotune.problem import Problem
+    from tdkernels.autotune.table import Entry
 
 _registry: dict[str, "Tunable"] = {}
 _modules = {name: module for module, names in TUNERS.items() for name in names}  # {operator: module that registers it}
@@ -58,6 +59,8 @@ class Tunable(ABC):
         alone: Whether there is something to tune for a single rank.
         plain_words: How ``explain`` describes the torch baseline: (what runs, what was measured).
         local_words: How ``explain`` describes ``local`` if it was measured.
+        baseline: Name of the torch baseline, which is stored with its time. A new name, when a better baseline replaces
+            it, hides the times of the old one.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Tunable(ABC):
     alone = False
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
     local_words = "the library alone"
+    baseline = ""
 
     @abstractmethod
     def why_not(self, problem: "Problem") -> str | None:
@@ -129,9 +133,21 @@ class Tunable(ABC):
     def plain(self) -> Any:
         """Return the config of the torch baseline (collective and matmul in sequence), or None if there is none."""
 
+    def plain_words_of(self, problem: "Problem") -> tuple[str, str]:
+        """Return ``plain_words`` for a problem."""
+        return self.plain_words
+
     @abstractmethod
     def default(self, problem: "Problem", device: torch.device) -> Any:
         """Return the heuristic config of the overlapping operator for a problem and a device."""
+
+    def invariant(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the config of the batch-invariant mode, which does not depend on the number of rows.
+
+        Raises:
+            NotImplementedError: If the operator, or a problem like this one, is not supported in this mode.
+        """
+        raise NotImplementedError(f"{self.name}: the operator is not supported in the batch-invariant mode")
 
     def recordable(self, problem: "Problem", device: torch.device) -> Any:
         """Return the default among the configs that ``trace`` can record."""
@@ -224,6 +240,12 @@ def tunable(name: str) -> Tunable:
     if name not in _registry:
         raise ValueError(f"operator must be one of {', '.join(operators())}, not {name!r}")
     return _registry[name]
+
+
+def plain_ms(entry: "Entry") -> float | None:
+    """Return the time of the torch baseline of an entry; None if another baseline than today's was measured."""
+    operator = entry.problem.operator
+    return entry.plain_ms if operator not in operators() or tunable(operator).baseline == entry.baseline else None
 
 
 @functools.cache

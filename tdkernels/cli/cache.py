@@ -6,7 +6,7 @@ import sys
 from filelock import Timeout
 
 from tdkernels.autotune import disk_cache, table
-from tdkernels.autotune.tunable import operators
+from tdkernels.autotune.tunable import operators, plain_ms
 from tdkernels.cli.output import console
 from tdkernels.cli.suggest import check_known
 
@@ -42,7 +42,8 @@ def _show(options):
     for name in ("problem", "config", "ms", "x unfused", "tuned on"):
         view.add_column(name, justify="right" if name in ("ms", "x unfused") else "left", overflow="fold")
     for entry in entries:
-        speedup = f"{entry.plain_ms / entry.ms:.2f}" if entry.plain_ms else "?"
+        plain = plain_ms(entry)
+        speedup = f"{plain / entry.ms:.2f}" if plain else "?"
         view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, entry.when)
     console().print(view if entries else "nothing was tuned yet")
     return 0

@@ -98,6 +98,22 @@ def test_backward_tiles_are_filled_in_by_the_call():
         assert config.method != "fused" or complete.block_q == config.block_q
 
 
+def test_baseline_of_flash_decode_depends_on_the_kernel_that_torch_has():
+    """It is bound by memory. Copying pages takes two passes more, and attention in fp32 many more."""
+    op = tunable("flash_decode")
+
+    def cost(layout, d=128, dv=128, dtype="bfloat16", ranks=1):
+        problem = problem_of("flash_decode", ranks, layout, (64, 1, 32, 8, d, dv, 8192), dtype)
+        floor = op.floors(problem).computation_ms(H200)
+        return op.estimate_ms(op.plain(), problem, H200) / floor
+
+    dense = cost("dense")
+    assert 1.0 < dense < 1.5
+    assert dense + 2.0 < cost("paged") < dense + 2.4
+    assert min(cost("dense fp8"), cost("dense", 192), cost("dense", 100, 100), cost("dense", dtype="float32")) > 3.5
+    assert dense < cost("dense", ranks=2) < 1.6, "the ranks exchange few bytes"
+
+
 def test_configs_exceeding_shared_memory_are_illegal():
     """This includes a config tuned for narrower heads, which the nearest-shape lookup would return."""
     op = tunable("flash_decode")

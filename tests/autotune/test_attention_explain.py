@@ -9,8 +9,8 @@ import torch
 
 from tdkernels import explain
 from tdkernels.autotune import on_demand, selection
-from tdkernels.autotune.tunable import tunable
-from tests.autotune.attention_support import FP32, problem_of
+from tdkernels.autotune.tunable import plain_ms, tunable
+from tests.autotune.attention_support import FP32, entry_of, problem_of
 from tests.autotune.test_cost_model import GPU, H200
 from tests.autotune.test_selection import capture_log, tables_in
 
@@ -101,6 +101,30 @@ def test_explain_on_a_gpu(monkeypatch):
     assert "dq_block_q=128" in attention and "=0" not in attention, "the config includes the backward's fields"
     assert "(flops at the best rate)" in attention
     assert "  sizes" not in text("ulysses_out", "kn", (8192, 8192, 8192))
+
+
+@pytest.mark.usefixtures("tables", "fake_h200")
+def test_explain_names_the_baseline_of_flash_decode(monkeypatch):
+    """The time of the baseline of earlier versions is not shown as that of today's."""
+    module, op = sys.modules["tdkernels.autotune.explain"], tunable(DECODE)
+    monkeypatch.setattr(module, "hardware", lambda device, dtype: H200)
+    for layout, d, dv, words in (
+        ("dense", 128, 128, "torch's flash attention"), ("dense", 192, 128, "attention in fp32 with torch"),
+        ("paged", 128, 128, "a copy of the pages, torch's flash attention"),
+        ("dense latent", 576, 512, "attention in fp32 with torch"),
+        ("dense fp8", 128, 128, "attention in fp32 with torch"),
+    ):
+        problem = problem_of(DECODE, layout, (8, 1, 32, 8, d, dv, 4096), on=CPU)
+        problem = replace(problem, gpu="NVIDIA H200", dtype="bfloat16")
+        for baseline, shown in ((op.baseline, True), ("", False)):
+            entry = replace(entry_of(problem, op.plain()), baseline=baseline)
+            result = module.explanation(op, problem, GPU, selection.Choice(op.plain(), "shipped", entry))
+            lines = str(result).splitlines()
+            assert f"  runs        {words}, then an all-gather" in lines
+            assert (f"  unfused     3.0000 ms, {words} and all-gather; 1.50 x ours" in lines) == shown
+            assert ("unfused" in str(result)) == ("unfused baseline 3.000 ms" in result.line()) == shown
+            assert plain_ms(entry) == (3.0 if shown else None)
+        assert op.plain_words_of(replace(problem, world_size=1, local_world_size=1)) == (words, words)
 
 
 @pytest.mark.usefixtures("tables", "fake_h200")

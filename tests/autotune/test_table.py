@@ -38,8 +38,10 @@ def test_every_field_survives_a_round_trip():
         "gemm_rs", "Größe 摩尔 S4000", (24, 16, 8), 2.5, config, {"torch": "2.14.0", "kernels": "c0ffee"},
         world_size=8, local_world_size=2, dtype="float16", layout="kn",
         plain_ms=3.5, default_ms=4.5, local_ms=1.5, wire_ms=0.5, when="2026-05-09",
+        graph=True, modelled=True, baseline="flash attention",
     )
     assert from_json(to_json([full])) == ([full], 0)
+    assert not {"graph", "modelled", "baseline"} & table_dict()["entries"][0].keys(), "written only if set"
 
 
 def test_times_that_were_not_measured_stay_none():

@@ -1,6 +1,7 @@
 """Launches of flash_decode and its backward."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +22,11 @@ DECODES = {
 }
 
 
-def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
-    """Return [(kernel, args, kwargs), ...] of the forward, and of the backward unless the cache is fp8."""
+def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1, chunk_keys=0, config=None):
+    """Return [(kernel, args, kwargs), ...] of the forward, and of the backward unless the cache is fp8.
+
+    ``config``: the config of the forward; None for the default with ``chunk_keys``.
+    """
     sizes, heads, dv, page, fp8, (soft_cap, window) = DECODES[name]
     q, group = torch.zeros(sizes, dtype=dtype), SimpleNamespace(size=lambda: ranks)
     k = torch.zeros(sizes[0], page or 256, heads, sizes[3], dtype=torch.float8_e4m3fn if fp8 else dtype)
@@ -36,7 +40,8 @@ def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
         patch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
         gpu, default = torch.device("cuda", 0), flash_decode_launch.default_config
         tile = flash_decode_launch_backward._tile
-        patch.setattr(flash_decode_launch, "default_config", lambda shape, _: default(shape, gpu))
+        chosen = lambda shape, _: replace(default(shape, gpu), chunk_keys=chunk_keys)  # noqa: E731
+        patch.setattr(flash_decode_launch, "default_config", chosen)
         patch.setattr(flash_decode_launch_backward, "_tile", lambda shape, size, _: tile(shape, size, gpu))
         kind = 0 if not fp8 else 1 if arch in ("sm_89", "sm_90", "sm_100") else 2
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
@@ -44,7 +49,7 @@ def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
             stack.enter_context(recorded_launches(module, ranks, nodes))
             for module in (flash_decode_launch, flash_decode_launch_backward)
         )
-        o, _, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None, keep=not fp8)
+        o, _, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, config, keep=not fp8)
         if not fp8:
             shape = flash_decode_launch.shape_of(q, k, v, table)
             flash_decode_launch_backward.launch(q, k, v, lens, lens, table, o, lse, lse, shape, options)

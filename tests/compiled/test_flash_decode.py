@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from tdkernels import FlashDecodeConfig
 from tdkernels.ops.attention.flash_decode.kernel import flash_decode_nodes_kernel
 from tests.compiled.flash_decode import decode_launch
 from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
-from tests.support.aot import TARGETS
+from tests.support.aot import SHARED_MEMORY, TARGETS
 
 pytestmark = needs_no_gpu
 
@@ -19,6 +20,15 @@ pytestmark = needs_no_gpu
 ])
 def test_flash_decode_compiles(arch, name, dtype):
     compile_launches(decode_launch(name, arch, dtype), arch)
+
+
+@pytest.mark.parametrize("arch, name, dtype, ranks", [
+    ("sm_90", "one token", BF16, 4), ("sm_90", "latent", BF16, 1), ("sm_80", "tokens, paged, fp8", FP16, 4),
+    ("gfx942", "one token", BF16, 4),
+])
+def test_flash_decode_in_chunks_compiles(arch, name, dtype, ranks):
+    decode = decode_launch(name, arch, dtype, ranks, chunk_keys=1024)[0]
+    compile_launches([decode], arch)
 
 
 @pytest.mark.parametrize("arch, name, ranks, nodes", [
@@ -52,6 +62,15 @@ def test_two_paged_decode_programs_fit_on_a_hopper_sm(name, dtype):
     """The default config assumes two programs per SM; masking by pages must not change the number of stages."""
     decode = compile_launches(decode_launch(name, "sm_90", dtype), "sm_90")[0]
     assert 2 * (decode.metadata.shared + 1024) <= 228 << 10  # the driver reserves 1 KiB for each program
+
+
+def test_high_tiles_of_a_latent_cache_use_wgmma():
+    """Tiles of 64 rows: each of two warp groups multiplies half of the columns of the values."""
+    config = FlashDecodeConfig(block_n=64, num_warps=8, num_stages=2, tile_rows=64)
+    (decode,) = compile_launches(decode_launch("latent", "sm_90", config=config)[:1], "sm_90")
+    ptx = decode.asm["ptx"]
+    assert "mma.sync" not in ptx and re.search(r"wgmma\.mma_async\S*\.m64n256k16", ptx)
+    assert decode.metadata.shared <= SHARED_MEMORY["sm_90"]
 
 
 def test_decode_on_hopper_is_pipelined_and_uses_tensor_cores():

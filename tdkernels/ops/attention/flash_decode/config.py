@@ -1,6 +1,6 @@
 """Configs of flash_decode, their shared-memory use, and the heuristic that selects one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows per tile; the second for heads with more than 256 elements
 _FEW_BLOCKS = 16  # with fewer blocks of keys per SM, one program per SM is used
+_CHUNK_KEYS = 1024  # of the batch-invariant mode; not measured
 MAX_PROGRAMS = 8192  # more than fit on any GPU at a time; flags are allocated for this many
 
 
@@ -19,12 +20,18 @@ class FlashDecodeConfig:
     """Config of ``flash_decode``.
 
     Attributes:
-        method: "fused", or "torch" for attention over this rank's keys in torch, then torch's all-gather. The other
-            fields apply to "fused" only.
+        method: "fused", or "torch" for torch's attention over this rank's keys (flash attention if it supports the
+            caches), then torch's all-gather. The other fields apply to "fused" only.
         block_n: Keys per block of the main loop. A power of two of at least 16.
         num_warps: Warps per program: 1, 2, 4, 8 or 16.
         num_stages: Pipeline stages of the main loop, at least 1.
         num_programs: Programs that share the keys, at most 8192. 0 means as many as fit on the device at a time.
+        chunk_keys: 0 divides the keys of all sequences equally among the programs, so the parts of a sequence that are
+            merged depend on the whole batch. Otherwise they are chunks of this many keys, a multiple of block_n, and of
+            more keys for a sequence that would have more than 64 chunks. They depend on its length alone.
+        tile_rows: Maximum number of query rows that a program multiplies at a time, 16, 32 or 64. 0 means 64, or 32 for
+            heads of more than 256 elements. With 64 rows Hopper uses wgmma, and keys are read for more rows at a time;
+            for heads of 512 elements the accumulator then needs 8 warps.
     """
 
     method: str = "fused"
@@ -32,6 +39,8 @@ class FlashDecodeConfig:
     num_warps: int = 4
     num_stages: int = 3
     num_programs: int = 0
+    chunk_keys: int = 0
+    tile_rows: int = 0
 
     def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
         """Check whether this config can run.
@@ -55,7 +64,21 @@ class FlashDecodeConfig:
             return f"num_stages must be at least 1, not {self.num_stages}"
         if not 0 <= self.num_programs <= MAX_PROGRAMS:
             return f"num_programs must be from 0 to {MAX_PROGRAMS}, not {self.num_programs}"
+        if self.chunk_keys < 0 or self.chunk_keys % self.block_n:
+            return f"chunk_keys must be a multiple of block_n = {self.block_n}, or 0, not {self.chunk_keys}"
+        if self.tile_rows not in (0, 16, 32, 64):
+            return f"tile_rows must be 0, 16, 32 or 64, not {self.tile_rows}"
         return None
+
+    def variant_reason(self) -> str | None:
+        """Return why the result of a sequence depends on the batch with this config, or None if it does not."""
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        return None if self.chunk_keys else "chunk_keys must not be 0"
+
+    def tiled(self, shape: "DecodeShape") -> "DecodeShape":
+        """Return the sizes of a call with the tiles of this config."""
+        return replace(shape, tile_rows=self.tile_rows) if self.tile_rows else shape
 
     def shared_memory_bytes(self, shape: "DecodeShape") -> int:
         """Return the shared memory of a program in bytes: the stages of the main loop, and the query rows.
@@ -64,11 +87,12 @@ class FlashDecodeConfig:
         table.
 
         Args:
-            shape: Sizes of the call.
+            shape: Sizes of the call, with any tiles.
 
         Returns:
             The estimate in bytes.
         """
+        shape = self.tiled(shape)
         stages = max(self.num_stages - 1 - shape.paged, 1)
         return stages * self.block_n * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
 
@@ -87,6 +111,7 @@ class DecodeShape:
         cache_bytes: Bytes per element of the caches.
         value_is_key: Whether the values are the first columns of the keys' memory (MLA).
         paged: Whether the caches are paged.
+        tile_rows: Maximum number of query rows per tile; 0 for the default.
     """
 
     batch: int
@@ -98,6 +123,7 @@ class DecodeShape:
     cache_bytes: int
     value_is_key: bool = False
     paged: bool = False
+    tile_rows: int = 0
 
     @property
     def rows(self) -> int:
@@ -107,7 +133,8 @@ class DecodeShape:
     @property
     def rows_of_tile(self) -> int:
         """Query rows per tile."""
-        return min(next_power_of_2(self.rows), _MAX_WIDE_ROWS if self.is_wide else _MAX_ROWS)
+        most = self.tile_rows or (_MAX_WIDE_ROWS if self.is_wide else _MAX_ROWS)
+        return min(next_power_of_2(self.rows), most)
 
     @property
     def is_wide(self) -> bool:
@@ -177,6 +204,12 @@ def default_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeCon
         if config.shared_memory_bytes(shape) <= room:
             break
     return config
+
+
+def invariant_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfig:
+    """Return the config of the batch-invariant mode for a shape. It does not depend on the batch."""
+    config = default_config(shape, device)
+    return replace(config, chunk_keys=max(_CHUNK_KEYS, config.block_n))
 
 
 def num_programs(config: FlashDecodeConfig, shape: DecodeShape, capacity: int, device: "torch.device") -> int:

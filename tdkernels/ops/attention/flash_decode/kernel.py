@@ -18,6 +18,9 @@ Buffer reuse (invariant 3). Every rank waits for tiles of all peers, so no rank 
 not begun.
 
 If the group spans several nodes, ``kernel_multinode`` exchanges and merges the finished tiles.
+
+With CHUNK > 0 the sequence of work consists of chunks of blocks instead of single blocks. A chunk of a tile is then a
+part of its own, so the parts of a tile do not depend on other tiles, nor on the number of programs.
 """
 
 import triton.language as tl
@@ -38,6 +41,13 @@ from tdkernels.ops.attention.flash_decode.kernel_multinode import (
     merge_nodes,
 )
 from tdkernels.ops.attention.flash_decode.kernel_parts import give, join_part
+from tdkernels.ops.attention.flash_decode.kernel_work import (
+    blocks_of_part,
+    end_of_part,
+    num_units,
+    tile_after,
+    tile_at,
+)
 from tdkernels.ops.attention.flash_decode.kv_cache import (
     add_scores,
     add_values,
@@ -168,18 +178,6 @@ def _keys_on_later_ranks(
 
 
 @td.jit
-def _tile_at(pos, ends, blocks, tiles_of_entry):
-    """Return (entry, index of the tile in it, first position of the tile) for position ``pos`` in the work sequence."""
-    entries = tl.arange(0, ends.shape[0])
-    # Clamp positions beyond the end, which have no work, to the last entry.
-    entry = tl.minimum(td.sum_of((ends <= pos).to(tl.int32), 0), ends.shape[0] - 1)
-    tile_blocks = tl.maximum(td.gather_lane(blocks, entries, entry), 1)
-    start = td.gather_lane(ends, entries, entry) - tile_blocks * tiles_of_entry
-    which = (pos - start) // tile_blocks
-    return entry, which, start + which * tile_blocks
-
-
-@td.jit
 def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Return for each entry the block with the first key that is visible to its first query."""
     if WINDOW:
@@ -225,7 +223,7 @@ def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
     flags_ptr, B, heads, capacity, num_pages, score_scale, cap, window, plan, strides,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr, NUMBERS: tl.constexpr,
-    NODES: tl.constexpr = 1, trace_ptr=None,
+    NODES: tl.constexpr = 1, CHUNK: tl.constexpr = 0, trace_ptr=None,
 ):
     """Compute o [B, TQ, heads * G, DV] and lse from q [B, TQ, heads * G, D], the caches, and lens [B].
 
@@ -242,6 +240,7 @@ def flash_decode_kernel(
     TILE: a ``DecodeTile``
     CACHE: a ``CacheForm``
     NUMBERS: fp32 elements loaded at a time to merge parts
+    CHUNK: minimum blocks of keys per chunk, or 0
     """
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
@@ -268,18 +267,21 @@ def flash_decode_kernel(
                 ctx, half, signal, is_void, lengths, entries, tiles, RANKS, NODES, RP, DVP, trace
             )
 
-    # An equal share of all blocks. A tile without keys counts as one block, so that a program sends it.
+    # An equal share of all units of work: blocks, or chunks of them. A tile without keys counts as one block, so that a
+    # program sends it.
     blocks = _num_blocks(
         lengths, _first_blocks(lengths, after, window, TILE.queries, TILE.block_n, TILE.window), TILE.block_n
     )
-    ends = td.running_sum(tl.where(entries < B, blocks, 0) * tiles_of_entry, 0)
+    units = num_units(blocks, CHUNK)
+    ends = td.running_sum(tl.where(entries < B, units, 0) * tiles_of_entry, 0)
     work = td.max_of(ends, 0)
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * share
     end = tl.minimum(begin + share, work)
-    entry, which, first = _tile_at(begin, ends, blocks, tiles_of_entry)
+    entry, which, first = tile_at(begin, ends, units, tiles_of_entry)
     rows_m = tl.arange(0, TILE.block_m)
-    scratch = scratch_ptr, scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART, flags
+    parts = tiles + (work if CHUNK > 0 else tl.num_programs(0))
+    scratch = scratch_ptr, scratch_ptr + tl.cast(parts, tl.int64) * PART, flags
     outputs = o_ptr, lse_ptr, lse2_ptr
 
     first_tile = entry * tiles_of_entry + which
@@ -291,7 +293,9 @@ def flash_decode_kernel(
         other_keys = td.gather_lane(after, entries, entry) if KNOWS_OTHERS else 0
         skipped = _first_blocks(length, other_keys, window, TILE.queries, TILE.block_n, TILE.window)
         tile_blocks = _num_blocks(length, skipped, TILE.block_n)
-        stop = tl.minimum(end, first + tile_blocks)
+        tile_units = num_units(tile_blocks, CHUNK)
+        stop = end_of_part(pos, first, end, tile_units, CHUNK)
+        first_block, past_block = blocks_of_part(pos - first, stop - first, tile_blocks, CHUNK)
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         tile = entry * tiles_of_entry + which
         place = entry, head, block_r, tile
@@ -305,24 +309,22 @@ def flash_decode_kernel(
         td.mark(trace, "multiplies", NO_PEER, turn)
         cache = _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
         o, lse = _attend(
-            q1, q2, cache, strides, skipped + pos - first, skipped + stop - first, length, other_keys,
+            q1, q2, cache, strides, skipped + first_block, skipped + past_block, length, other_keys,
             tl.where(is_row, row // TILE.group, -1), (scale_k, cap, window), TILE, CACHE,
         )
         o *= scale_v
         td.mark(trace, "stores", NO_PEER, turn + 1)
-        if stop - pos == tile_blocks:
+        if stop - pos == tile_units:
             count += 1
             last = tile
             give(ctx, half, signal, o, lse, rows_m, place, tiles, heads, outputs, RANKS, TILE, NODES)
         else:
             count, last = join_part(
-                ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, tile_blocks), share,
-                (count, last), turn, RANKS, TILE, NUMBERS, NODES, trace,
+                ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, tile_units),
+                pos if CHUNK > 0 else pid, 1 if CHUNK > 0 else share, (count, last), turn, RANKS, TILE, NUMBERS, NODES,
+                trace,
             )
-        is_last = which == tiles_of_entry - 1
-        entry += tl.where(is_last, 1, 0)
-        which = tl.where(is_last, 0, which + 1)
-        first = first + tile_blocks
+        entry, which, first = tile_after(entry, which, first, stop, tile_units, tiles_of_entry, CHUNK)
         pos = stop
 
     if NODES > 1:

@@ -46,13 +46,14 @@ def give(
 
 @td.jit
 def join_part(
-    ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, part, share, finished, turn,
+    ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, part, sharer, share, finished, turn,
     RANKS: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, NODES: tl.constexpr, trace,
 ):
     """Store a part of a tile in scratch memory. The program that stores the last part merges all of them.
 
     scratch: (o of parts, lse of parts, flags)
-    part: (the tile's first position in the work sequence, its number of blocks)
+    part: (the tile's first position in the work sequence, its number of positions)
+    sharer: the number of this part among shares of ``share`` positions each: of this program, or of a chunk
     finished: (number of tiles that this program has finished, the last of them)
 
     Returns ``finished``, updated if this program merged the tile.
@@ -67,18 +68,18 @@ def join_part(
     ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
     ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
     scratch_ptr, part_lse_ptr, flags = scratch
-    first, tile_blocks = part
+    first, tile_units = part
     count, last = finished
     tile = place[3]
     rows_m = tl.arange(0, TILE.block_m)
-    # The programs of a tile are consecutive, so tile + program is unique among all parts.
-    number = (tile + tl.program_id(0)).to(tl.int64)
+    # The shares of a tile are consecutive, so tile + share is unique among all parts.
+    number = (tile + sharer).to(tl.int64)
     at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
     tl.store(scratch_ptr + at, o, mask=(rows_m < RP)[:, None])
     tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
-    first_program = first // share
-    parts = (first + tile_blocks - 1) // share - first_program + 1
-    first_number = (tile + first_program).to(tl.int64)
+    first_sharer = first // share
+    parts = (first + tile_units - 1) // share - first_sharer + 1
+    first_number = (tile + first_sharer).to(tl.int64)
     apart = tl.full((), 1, tl.int64)
     here = parts > 0
     if parts > MOST:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.ops.attention.flash_decode.config import MAX_PROGRAMS, DecodeShape, default_config, num_programs
 from tdkernels.ops.attention.flash_decode.kernel import (
     TURNS_BEFORE_TILES,
@@ -13,6 +14,7 @@ from tdkernels.ops.attention.flash_decode.kernel import (
     flash_decode_nodes_kernel,
 )
 from tdkernels.ops.attention.flash_decode.kernel_merge import LARGE_PARTS_OF_GROUP, NUMBERS_OF_WARP
+from tdkernels.ops.attention.flash_decode.kernel_work import MAX_CHUNKS
 from tdkernels.ops.attention.flash_decode.kv_cache import (
     FP8_BITS,
     FP8_NATIVE,
@@ -126,14 +128,25 @@ def _outputs(q, shape, keep):
     return output_spec(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
 
 
-def _scratch(q, shape, programs):
+def _scratch(q, shape, shares):
     """Return the output spec of the scratch memory: o and lse of partial tiles, whose indices are below this size."""
-    return output_spec(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
+    return output_spec(q, (shape.tiles + shares) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
-def _num_flags(shape, programs):
-    """Return the number of flags of a launch with at most ``programs`` programs: for tiles, and for groups of parts."""
-    return 2 * shape.tiles + cdiv(shape.tiles + programs, LARGE_PARTS_OF_GROUP.value)
+def _num_flags(shape, shares):
+    """Return the number of flags of a launch with at most ``shares`` shares: for tiles, and for groups of parts."""
+    return 2 * shape.tiles + cdiv(shape.tiles + shares, LARGE_PARTS_OF_GROUP.value)
+
+
+def _num_shares(shape, config, programs, capacity=None):
+    """Return the maximum number of shares of the work: chunks, or the shares of programs.
+
+    ``capacity`` is the number of keys per sequence that the caches can hold; None: any number.
+    """
+    if not config.chunk_keys:
+        return programs
+    chunks = MAX_CHUNKS.value if capacity is None else min(max(cdiv(capacity, config.chunk_keys), 1), MAX_CHUNKS.value)
+    return shape.tiles * chunks
 
 
 def _turns(shape, config, capacity, programs):
@@ -153,7 +166,7 @@ def compile(
     block_table: torch.Tensor | None, options: tuple, world_size: int, num_nodes: int, config: "FlashDecodeConfig",
 ) -> None:
     """Compile the kernel that ``launch`` would launch for these operands into Triton's cache, without launching it."""
-    shape = shape_of(q, k_cache, v_cache, block_table)
+    shape = config.tiled(shape_of(q, k_cache, v_cache, block_table))
     ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
     flags = None if ctx is not None else local_flags(q.device, 1)
     lse = q.new_empty(1, dtype=torch.float32)
@@ -228,19 +241,25 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
+    shape = config.tiled(shape)
     capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
+    shares = _num_shares(shape, config, programs, capacity)
     ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
     if alone:
-        flags = local_flags(q.device, _num_flags(shape, programs))
+        flags = local_flags(q.device, _num_flags(shape, shares))
     else:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
+        if nodes > 1:
+            reject_invariant("flash_decode", "a group on several nodes")
+        # The number of shares depends on the capacity of each rank.
+        num_flags = _num_flags(shape, _num_shares(shape, config, MAX_PROGRAMS))
         plan = workspace.prepare(
             "flash_decode", with_config(problem_fields(q, shape, options), config), *half_sizes(shape, ranks, nodes),
-            num_flags=_num_flags(shape, MAX_PROGRAMS),  # the number of programs depends on the capacity of each rank
+            num_flags=num_flags,
         )
         ctx = workspace.ctx
-    outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
+    outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, shares)
     scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
         ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
@@ -291,8 +310,8 @@ def arguments(
         "RANKS": ranks, "BP": next_power_of_2(shape.batch),
         "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
         "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
-        "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes, "num_warps": config.num_warps,
-        "num_stages": config.num_stages, "trace_ptr": None,
+        "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes, "CHUNK": config.chunk_keys // config.block_n,
+        "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
     }
     return args, constants
 

@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tdkernels.autotune.invariance import check_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.flash_decode import launch as launcher
-from tdkernels.ops.attention.flash_decode import launch_backward
+from tdkernels.ops.attention.flash_decode import launch_backward, torch_attention
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
 from tdkernels.ops.attention.flash_decode.reference import (
     dense_cache,
-    flash_decode_ref,
+    keys_after,
     keys_in_cache,
     lengths_of,
     scores_of,
 )
 from tdkernels.ops.attention.flash_decode.validation import FP8, check, check_values
-from tdkernels.ops.attention.tile import LN_2, LOG2_E
+from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.collectives.op import all_reduce
 from tdkernels.ops.common.config import as_argument, from_text
-from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduce
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -65,17 +65,13 @@ def forward(
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.check_consensus(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
-    scale, soft_cap, window = options
-    k_scale, v_scale = scales or (None, None)
-    o, lse = flash_decode_ref(
-        q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
-        soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
-    )
+    o, lse = torch_attention.attend(q, k_cache, v_cache, kv_lens, block_table, scales, options, group)
     return o, lse, lse * LOG2_E.value if keep else None
 
 
 def _resolve_config(q, k_cache, v_cache, block_table, options, group, config):
     """Return ``config``, or select one if it is None. The result is None for an empty batch."""
+    check_invariant("flash_decode", config)
     if config is None:
         config = _select_config(q, k_cache, v_cache, block_table, options, group)
     return config
@@ -120,9 +116,8 @@ def _backward(
     delta = (do.float() * o.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    after = _keys_after(kv_lens, k_cache, block_table, q.shape[1], window, group)
+    after = keys_after(lengths_of(kv_lens, k_cache, block_table).int(), q.shape[1], window, group)
     if by_torch:
-        lse = lse * LN_2.value
         dq, dk, dv = _torch_gradients(
             q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, options
         )
@@ -144,7 +139,7 @@ def _backward(
 def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, options):
     """Return (dq, dk, dv) as the backward kernel does, computed by autograd of a scalar function.
 
-    The function treats lse as a constant. Its gradients are those of attention.
+    The function treats lse, to base 2, as a constant. Its gradients are those of attention.
     """
     inputs = q.float(), dense_cache(k_cache, block_table, None), dense_cache(v_cache, block_table, None)
     q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -152,18 +147,10 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
     in_cache = keys_in_cache(lens, k_cache, block_table)
     scores = scores_of(q, k, lens, in_cache, after, *options)
     lse = lse.view(scores.shape[:-1])
-    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    weights = torch.exp2(scores * LOG2_E.value - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
     o = torch.einsum("btgin,bngd->btgid", weights, torch.where(in_cache[..., None, None], v, 0.0))
     total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
     return torch.autograd.grad(total, (q, k, v))
-
-
-def _keys_after(kv_lens, k_cache, block_table, queries, window, group):
-    """Return the number of keys on later ranks, [B] int32. It is unused, and 0, for one query without a window."""
-    if group is None or (queries == 1 and window is None):
-        return torch.zeros_like(kv_lens, dtype=torch.int32)
-    all_lens = all_gather_rows(lengths_of(kv_lens, k_cache, block_table).int().unsqueeze(0), group)
-    return all_lens[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=torch.int32)
 
 
 def _in_cache_layout(gradient, cache, block_table):

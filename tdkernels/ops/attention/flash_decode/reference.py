@@ -1,6 +1,7 @@
-"""Reference implementation of flash_decode with torch and torch.distributed."""
+"""Reference implementation of flash_decode with torch and torch.distributed, and the parts of it that others share."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,6 +10,9 @@ from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.symm import GroupLike
 from tdkernels.symm.group import resolve_group_if_any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def dense_cache(
@@ -21,8 +25,23 @@ def dense_cache(
     return dense if scale is None else dense * scale.view(-1, 1)
 
 
-def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
-    """Return (o, lse) over this rank's keys only, for q [B, Tq, Hq, D] and ``in_cache`` from ``keys_in_cache``."""
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, in_cache: torch.Tensor, after: torch.Tensor,
+    scale: float, soft_cap: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o [B, Tq, Hq, Dv], lse [B, Tq, Hq]) over this rank's keys only, in the dtype of k and v.
+
+    Args:
+        q: Queries [B, Tq, Hq, D].
+        k: Keys [B, capacity, Hkv, D] from ``dense_cache``.
+        v: Values [B, capacity, Hkv, Dv] from ``dense_cache``.
+        lens: Number of keys of each sequence, [B].
+        in_cache: Mask [B, capacity] from ``keys_in_cache``.
+        after: Number of keys on later ranks, [B].
+        scale: Factor of the scores.
+        soft_cap: Bound of the scores, or None.
+        window: Number of keys that a query attends to, or None.
+    """
     batch, queries, q_heads, _ = q.shape
     scores = scores_of(q, k, lens, in_cache, after, scale, soft_cap, window)
     lse = scores.logsumexp(-1)
@@ -30,6 +49,55 @@ def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
     v = torch.where(in_cache[..., None, None], v, 0.0)  # memory beyond the length is uninitialized and may hold NaN
     o = torch.einsum("btgin,bngd->btgid", weights, v)
     return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
+
+
+def plain_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lens: torch.Tensor, after: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    options: tuple[float, float | None, int | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) over this rank's keys only, in fp32 or a wider dtype, for any kind of cache.
+
+    Args:
+        q: Queries [B, Tq, Hq, D].
+        k_cache: Keys, as for ``flash_decode``.
+        v_cache: Values, as for ``flash_decode``.
+        lens: Lengths from ``lengths_of``.
+        after: Number of keys on later ranks, [B].
+        block_table: Blocks of each sequence, for paged caches.
+        scales: (k_scale, v_scale), as for ``flash_decode``.
+        options: (scale, soft_cap, window).
+    """
+    in_cache = keys_in_cache(lens, k_cache, block_table)
+    k, v = (dense_cache(cache, block_table, factor) for cache, factor in zip((k_cache, v_cache), scales, strict=True))
+    return dense_attention(q, k, v, lens, in_cache, after, *options)
+
+
+def merge(part_o: torch.Tensor, part_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over several sets of keys: part_o [sets, ..., Dv] and part_lse [sets, ...] to (o, lse)."""
+    lse = part_lse.logsumexp(0)
+    weights = torch.exp(part_lse - torch.where(lse.isinf(), 0.0, lse))
+    return (part_o * weights.unsqueeze(-1)).sum(0), lse
+
+
+def merge_ranks(
+    o: torch.Tensor, lse: torch.Tensor, group: "dist.ProcessGroup"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All-gather (o [B, Tq, Hq, Dv], lse [B, Tq, Hq]) of each rank's keys and merge them in rank order."""
+    parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
+    return merge(parts[..., :-1], parts[..., -1])
+
+
+def keys_after(
+    lens: torch.Tensor, queries: int, window: int | None, group: "dist.ProcessGroup | None"
+) -> torch.Tensor:
+    """Return the number of keys on later ranks, [B], for lengths from ``lengths_of``.
+
+    For one query without a window it is unused: then it is 0, without communication.
+    """
+    if group is None or (queries == 1 and window is None):
+        return torch.zeros_like(lens)
+    return all_gather_rows(lens.unsqueeze(0), group)[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=lens.dtype)
 
 
 def lengths_of(
@@ -100,24 +168,13 @@ def flash_decode_ref(
     group = None if alone else resolve_group_if_any("flash_decode_ref", group)
     q4 = q if q.dim() == 4 else q.unsqueeze(1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ranks, rank = (1, 0) if alone else _ranks(group)
+    if group is not None and group.size() == 1:
+        group = None
     lens = lengths_of(kv_lens, k_cache, block_table)
-    all_lens = all_gather_rows(lens.unsqueeze(0), group) if ranks > 1 else lens.unsqueeze(0)
-    after = all_lens[rank + 1 :].sum(0)
-    in_cache = keys_in_cache(lens, k_cache, block_table)
-    k, v = dense_cache(k_cache, block_table, k_scale), dense_cache(v_cache, block_table, v_scale)
-    o, lse = _local_ref(q4, k, v, lens, in_cache, after, scale, soft_cap, window)
-    if ranks > 1:
-        parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
-        part_o, part_lse = parts[..., :-1], parts[..., -1]
-        lse = part_lse.logsumexp(0)
-        weights = torch.exp(part_lse - torch.where(lse.isinf(), 0.0, lse))
-        o = (part_o * weights.unsqueeze(-1)).sum(0)
+    after = keys_after(lens, q4.shape[1], window, group)
+    options = scale, soft_cap, window
+    o, lse = plain_attention(q4, k_cache, v_cache, lens, after, block_table, (k_scale, v_scale), options)
+    if group is not None:
+        o, lse = merge_ranks(o, lse, group)
     o, lse = (x if q.dim() == 4 else x.squeeze(1) for x in (o.to(q.dtype), lse.float()))
     return (o, lse) if return_lse else o
-
-
-def _ranks(group):
-    """Return (number of ranks, own rank), which is (1, 0) if torch.distributed is not initialized."""
-    group = resolve_group_if_any("flash_decode", group)
-    return (1, 0) if group is None else (group.size(), group.rank())

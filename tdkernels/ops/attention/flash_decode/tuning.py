@@ -20,14 +20,16 @@ import torch
 
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.attention.flash_decode import launch as launcher
-from tdkernels.ops.attention.flash_decode import op
+from tdkernels.ops.attention.flash_decode import op, torch_attention
 from tdkernels.ops.attention.flash_decode.config import (
     DecodeShape,
     FlashDecodeConfig,
     default_config,
+    invariant_config,
     layout_of,
     num_programs,
 )
+from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
 from tdkernels.ops.attention.flash_decode.validation import FP8, MAX_BATCH, MAX_D
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -46,7 +48,13 @@ _MORE_BYTES = 1 << 10  # shared memory that a kernel may need in addition to ``F
 _LAUNCH_S = 5e-6
 _IN_FLIGHT = 32 << 10  # bytes in flight per SM that saturate the memory bandwidth (H200)
 _BLOCK_S = 0.3e-6  # overhead per block of keys, in addition to its loads and products
-_STEPS = 12  # kernel launches of the torch baseline
+# Kernel launches of the torch baseline, counted on CPUs plus 4 within flash attention: attention in fp32, flash
+# attention, its page tables, its completion if there are several query tokens, and the merge of the ranks.
+_PLAIN_STEPS, _FLASH_STEPS, _PAGES_STEPS, _LAST_KEYS_STEPS, _MERGE_STEPS = 34, 11, 19, 57, 10
+# Share of the memory bandwidth that torch's flash attention reaches in bench/results/h200x2/flash_decode.jsonl without
+# lengths: 0.82 to 0.97 of long sequences, 0.63 for 128 sequences of 1K keys. For lengths on the device, an estimate.
+_FLASH_SHARE = 0.85
+_FLASH_ROWS = 64  # query rows per tile of torch's flash attention, to which rows are padded
 
 
 @functools.lru_cache(1024)
@@ -69,7 +77,7 @@ class FlashDecodeTunable(ConfigTunable):
     sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
     layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
     config_class = FlashDecodeConfig
-    plain_words = "torch attention, then an all-gather", "torch's attention and all-gather"
+    baseline = "flash attention"  # before: attention in fp32
     local_words = "a copy of as many bytes"
     alone = True
 
@@ -110,6 +118,10 @@ class FlashDecodeTunable(ConfigTunable):
             return layout_of(paged, False, False)
         return layout_of(paged, launcher.value_is_key(*caches), caches[0].dtype == FP8)
 
+    def config_to_dict(self, config: FlashDecodeConfig) -> dict:
+        values = super().config_to_dict(config)
+        return {name: value for name, value in values.items() if value or name not in ("chunk_keys", "tile_rows")}
+
     def illegal(self, config: FlashDecodeConfig, problem: "Problem", device: torch.device) -> str | None:
         reason = super().illegal(config, problem, device)
         if reason is None and config.method != "torch":
@@ -122,6 +134,9 @@ class FlashDecodeTunable(ConfigTunable):
     def default(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         return default_config(_shape_of(problem), device)
 
+    def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
+        return invariant_config(_shape_of(problem), device)
+
     def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":
             return [FlashDecodeConfig("fused", block_n, 1, 1, programs) for block_n in (16, 32) for programs in (0, 2)]
@@ -132,12 +147,15 @@ class FlashDecodeTunable(ConfigTunable):
             usual = num_programs(config, shape, problem.shape[-1], device)
             others = {num_sms, 2 * num_sms, 4 * num_sms} - {usual}
             configs += [replace(config, num_programs=number) for number in (0, *sorted(others))]
+        if shape.is_wide and shape.rows >= 64:  # the accumulator of a tile with 64 rows needs the registers of 8 warps
+            high = itertools.product((32, 64), (2, 3))
+            configs += [FlashDecodeConfig("fused", block_n, 8, stages, tile_rows=64) for block_n, stages in high]
         return configs
 
     def estimate_ms(self, config: FlashDecodeConfig, problem: "Problem", hardware: "Hardware") -> float:
         if config.method == "torch":
             return 1e3 * self._sequence_s(problem, hardware)
-        floors, shape, keys = self.floors(problem), _shape_of(problem), problem.shape[-1]
+        floors, shape, keys = self.floors(problem), config.tiled(_shape_of(problem)), problem.shape[-1]
         num_sms = hardware.num_sms
         resident = num_sms * max(1, 8 // config.num_warps)
         programs = config.num_programs or resident
@@ -156,13 +174,43 @@ class FlashDecodeTunable(ConfigTunable):
         wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
         return 1e3 * (_LAUNCH_S + busy + steps + parts + wire)
 
+    def plain_words_of(self, problem: "Problem") -> tuple[str, str]:
+        words = _PATH_WORDS[_path_of(problem)]
+        if problem.world_size == 1:
+            return words, words
+        return f"{words}, then an all-gather", f"{words} and all-gather"
+
     def _sequence_s(self, problem, hardware):
-        """Return the seconds of the torch baseline, which converts keys and values to fp32 and materializes scores."""
+        """Return the estimated seconds of the torch baseline."""
+        batch, queries, heads, _, _, dv, _ = problem.shape
+        if _path_of(problem) == torch_attention.PLAIN:
+            attention, steps = self._plain_s(problem, hardware), _PLAIN_STEPS
+        else:
+            attention, more = self._flash_s(problem, hardware), _LAST_KEYS_STEPS * (queries > 1)
+            steps = _FLASH_STEPS + _PAGES_STEPS * ("paged" in problem.layout) + more
+        if problem.world_size == 1:
+            return attention + steps * _LAUNCH_S
+        # Each rank sends fp32 results and their lse to all others. With several query tokens it also sends lengths.
+        sent = (problem.world_size - 1) * batch * queries * heads * (dv + 1) * 4
+        lengths = dense.collective_s(0, hardware) if queries > 1 else 0.0
+        return attention + lengths + dense.collective_s(sent, hardware) + (steps + _MERGE_STEPS) * _LAUNCH_S
+
+    def _plain_s(self, problem, hardware):
+        """Return the seconds of attention that converts keys and values to fp32 and materializes scores."""
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         floors = self.floors(problem)
         moved = floors.memory_bytes + 16 * batch * keys * kv_heads * (d + dv) + 40 * batch * queries * heads * keys
-        attention = max(moved / hardware.memory, 16 * floors.flops / hardware.flops)  # without tensor cores
-        return attention + dense.collective_s(floors.wire_bytes, hardware) + _STEPS * _LAUNCH_S
+        return max(moved / hardware.memory, 16 * floors.flops / hardware.flops)  # without tensor cores
+
+    def _flash_s(self, problem, hardware):
+        """Return the seconds of torch's flash attention, and of copying pages that it cannot read in place."""
+        batch, queries, heads, kv_heads, d, dv, keys = problem.shape
+        read = batch * keys * kv_heads * (d + dv) * problem.torch_dtype.itemsize
+        copied = 2 * read if _path_of(problem) == torch_attention.FLASH_COPIED else 0
+        rows = cdiv(queries * heads // kv_heads, _FLASH_ROWS) * _FLASH_ROWS
+        padded = 2 * batch * kv_heads * rows * keys * (d + dv)
+        attention = max(read / (_FLASH_SHARE * hardware.memory), padded / hardware.flops)
+        return copied / hardware.memory + attention
 
     def floors(self, problem: "Problem") -> Floors:
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
@@ -211,7 +259,7 @@ class FlashDecodeTunable(ConfigTunable):
         for part in range(0, len(q), at_once):
             of = slice(part, part + at_once)
             caches = (k, v) if table else (k[of], v[of])
-            outputs.append(op.flash_decode_ref(
+            outputs.append(flash_decode_ref(
                 q[of], *caches, lens[of], block_table=table[0][of] if table else None, group=group
             ))
         return torch.cat(outputs)  # type: ignore[arg-type]
@@ -234,13 +282,32 @@ class FlashDecodeTunable(ConfigTunable):
         )[0]
 
     def compiled(self, config: FlashDecodeConfig) -> tuple[int, ...] | None:
-        return None if config.method == "torch" else (config.block_n, config.num_warps, config.num_stages)
+        compiled = config.block_n, config.num_warps, config.num_stages, config.chunk_keys, config.tile_rows
+        return None if config.method == "torch" else compiled
 
     def compile(self, operands: Any, problem: "Problem", config: FlashDecodeConfig) -> None:
         q, k, v, lens, *table = operands
         launcher.compile(  # type: ignore[call-arg]
             q, k, v, lens, *(table or [None]), _options(problem), problem.world_size, problem.num_nodes, config
         )
+
+
+_PATH_WORDS = {
+    torch_attention.FLASH: "torch's flash attention",
+    torch_attention.FLASH_PAGED: "torch's flash attention over pages",
+    torch_attention.FLASH_COPIED: "a copy of the pages, torch's flash attention",
+    torch_attention.PLAIN: "attention in fp32 with torch",
+}
+
+
+def _path_of(problem):
+    """Return the path of method "torch" for a problem. GPUs are assumed to be NVIDIA's, of sm_80 or later."""
+    _, _, _, _, d, dv, _ = problem.shape
+    shape, dtype = _shape_of(problem), problem.torch_dtype
+    return torch_attention.select_path(
+        dtype, FP8 if "fp8" in problem.layout else dtype, d, dv, on_gpu=problem.gpu != "cpu",
+        has_flash=not torch.version.hip, page=_PAGE if shape.paged else None,
+    )
 
 
 def _options(problem):

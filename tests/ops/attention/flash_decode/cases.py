@@ -16,6 +16,9 @@ from tests.support.ranks import a_group, device
 CONFIGS = {
     "default": None,
     "small blocks": dict(block_n=16, num_warps=2, num_stages=1, num_programs=3),
+    "chunks": dict(block_n=16, num_warps=1, num_stages=1, num_programs=3, chunk_keys=16),
+    "high tiles": dict(block_n=32, num_warps=8, num_stages=2, num_programs=2, tile_rows=64),
+    "low tiles": dict(block_n=16, num_warps=4, num_stages=1, num_programs=3, tile_rows=16),
     "one program": dict(block_n=32, num_warps=4, num_stages=1, num_programs=1),
     "many programs": dict(block_n=16, num_warps=4, num_stages=1, num_programs=225),
     "torch": dict(method="torch"),
@@ -293,6 +296,7 @@ def rejects_invalid_arguments():
         (dict(config=Config(method="best")), ValueError, "config cannot run: method must be"),
         (dict(config=Config(block_n=24)), ValueError, "block_n must be .*, not 24"),
         (dict(config=Config(num_programs=-1)), ValueError, "num_programs must be .*, not -1"),
+        (dict(config=Config(tile_rows=48)), ValueError, "tile_rows must be 0, 16, 32 or 64, not 48"),
         (dict(group="world"), TypeError, "group"),
     ]:
         arguments = {**good, **changes}

@@ -49,6 +49,8 @@ SPECS = {
         batch=2, heads=6, kv_heads=3, dim=90, value_dim=40, keys=9, scales="mixed", seed=27
     ),
     "fp8, odd heads": dict(batch=2, heads=3, kv_heads=1, dim=33, value_dim=50, keys=9, scales="tensor", seed=29),
+    # More query rows per head of the cache than one tile has.
+    "latent, many heads": dict(batch=2, heads=72, kv_heads=1, dim=288, value_dim=256, keys=20, latent=True, seed=33),
     "fp8, latent": dict(
         batch=1, heads=4, kv_heads=1, dim=96, value_dim=64, keys=9, scales="one", latent=True, tokens=2, seed=26
     ),
@@ -74,6 +76,8 @@ ON_CPU = {
     ],
     (2, "small blocks"): ["tokens", "paged", "pages of one", "pages, all at once"],
     (2, "one program"): ["soft cap", "all on the last"],
+    (2, "high tiles"): ["latent, many heads", "tokens"],
+    (2, "low tiles"): ["latent, many heads"],
     (2, "torch"): ["GQA", "window", "latent", "no keys of one", "pages, all at once", "fp8 by head, paged"],
     (3, "default"): ["window", "none on the first", "one key"],
     (3, "small blocks"): ["MQA", "pages, all at once"],

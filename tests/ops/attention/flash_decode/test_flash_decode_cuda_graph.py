@@ -15,6 +15,7 @@ SPECS = {
     "plain": dict(batch=5, heads=16, kv_heads=4, dim=128, keys=700),
     "paged": dict(batch=5, heads=16, kv_heads=4, dim=64, keys=300, page=16, tokens=2, window=350),
 }
+TOKENS = dict(SPECS["plain"], tokens=3, page=16)  # torch copies the pages
 LENS = ["ragged", "full", "none", "one", "last", "not first", "some none"]
 each_spec = pytest.mark.parametrize("spec", SPECS)
 each_world_size = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -24,6 +25,26 @@ def forward(case):
     with torch.no_grad():
         o, lse = case.call(return_lse=True)
     return {"o": o, "lse": lse}
+
+
+def forward_by_torch(case):
+    with torch.no_grad():
+        o, lse = case.call(return_lse=True, config=tdkernels.FlashDecodeConfig(method="torch"))
+    return {"o": o, "lse": lse}
+
+
+def replays_method_torch(spec):
+    """Check that lengths and pages may change between replays of torch's attention and all-gather."""
+    static = Decode(**spec)
+    static.check(forward_by_torch(static))
+    graph, results = captured(static, forward_by_torch)
+    for seed, lens in enumerate(LENS):
+        fresh = Decode(**spec, lens=lens, seed=seed)
+        refill(static, fresh)
+        for result in results.values():
+            result.fill_(torch.nan)
+        graph.replay()
+        fresh.check(results)
 
 
 def step(case):
@@ -99,6 +120,12 @@ def does_not_block_host(spec):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 def test_replay(world_size, spec, backward):
     on_ranks(world_size, replays_with_new_lens, SPECS[spec], backward)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("spec", [SPECS["plain"], TOKENS, SPECS["paged"]], ids=["flash", "flash, tokens", "plain"])
+def test_replay_of_method_torch(world_size, spec):
+    on_ranks(world_size, replays_method_torch, spec)
 
 
 @each_spec
