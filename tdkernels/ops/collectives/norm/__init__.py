@@ -1,0 +1,1 @@
+"""All-reduce fused with a residual addition and a norm."""

@@ -1,0 +1,115 @@
+"""Config of all_reduce_rms_norm and all_reduce_layer_norm, and the heuristic that selects a config without tuning."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from tdkernels.ops.collectives.config import default_exchange
+from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.runtime import gpu
+
+if TYPE_CHECKING:
+    import torch
+
+_EXCHANGES = "one_shot", "two_shot"
+ROW_PROGRAMS = 1, 2, 4, 8
+WARPS = 1, 2, 4, 8, 16, 32
+# Elements of a row per warp that stay in registers: 16 per thread. A longer row is read again from memory.
+PER_WARP = 512
+# Programs that share a row store at least this many columns each, 2 KiB of 16-bit elements. (Estimate.)
+_LEAST_SHARE = 1024
+# With "one_shot" a row is divided until this many programs receive. (Estimate.)
+_PROGRAMS = 64
+
+
+class Options(NamedTuple):
+    """What is computed, besides the operands.
+
+    Attributes:
+        operator: Name of the operator, which ends with "rms_norm" or "layer_norm".
+        eps: Added to the mean of squares.
+        quantize: None or "fp8".
+    """
+
+    operator: str
+    eps: float
+    quantize: str | None
+
+    @property
+    def is_layer_norm(self) -> bool:
+        """Whether the norm is LayerNorm."""
+        return self.operator.endswith("layer_norm")
+
+
+@dataclass(frozen=True)
+class AllReduceNormConfig:
+    """Config of ``all_reduce_rms_norm`` and ``all_reduce_layer_norm``.
+
+    Attributes:
+        method: "fused" runs one kernel of this library, "torch" the all-reduce of torch.distributed, then an addition
+            and torch's norm.
+        exchange: With "one_shot" each rank receives all parts and adds them itself, for few rows. With "two_shot" the
+            owner of a row adds its parts and sends the sum to all ranks, for many rows.
+        row_programs: With "one_shot": number of programs that add and normalize a row. Each adds the whole row and
+            stores its share of the columns. Not used for rows of more than 512 elements per warp.
+        send_columns: With "one_shot": columns of a row that are sent with one signal.
+        piece_rows: With "two_shot": consecutive rows that an owner receives with one signal.
+        num_programs: Maximum number of programs; with "one_shot", of those that send and of those that receive.
+        num_warps: Warps per program.
+    """
+
+    method: str = "fused"
+    exchange: str = "one_shot"
+    row_programs: int = 1
+    send_columns: int = 1024
+    piece_rows: int = 1
+    num_programs: int = 128
+    num_warps: int = 8
+
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
+        if self.method not in ("fused", "torch"):
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None  # uses no other field
+        if self.exchange not in _EXCHANGES:
+            return f'exchange must be "one_shot" or "two_shot", not {self.exchange!r}'
+        if self.row_programs not in ROW_PROGRAMS:
+            return f"row_programs must be 1, 2, 4 or 8, not {self.row_programs}"
+        if not 16 <= self.send_columns <= 16384 or self.send_columns & (self.send_columns - 1):
+            return f"send_columns must be a power of two from 16 to 16384, not {self.send_columns}"
+        for name in ("piece_rows", "num_programs"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
+        if self.num_warps not in WARPS:
+            return f"num_warps must be 1, 2, 4, 8, 16 or 32, not {self.num_warps}"
+        if self.num_warps > gpu.max_warps(device):
+            return f"num_warps must be at most {gpu.max_warps(device)} on this device, not {self.num_warps}"
+        return None
+
+    def variant_reason(self) -> str | None:
+        """Return why a row depends on its place in the tensor with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
+
+def default_config(
+    rows: int, hidden: int, dtype: "torch.dtype", world_size: int, device: "torch.device", exchange: str | None = None
+) -> AllReduceNormConfig:
+    """Return the heuristic config for x [rows, hidden]. ``exchange``: the one to use, or None for the heuristic one."""
+    exchange = exchange or default_exchange("all_reduce", rows * hidden * dtype.itemsize, world_size, device)
+    if device.type == "cpu":  # few programs, because the interpreter is slow
+        return AllReduceNormConfig("fused", exchange, send_columns=4096, num_programs=4, num_warps=1)
+    num_warps = min(max(next_power_of_2(hidden) // PER_WARP, 4), gpu.max_warps(device))
+    if exchange == "two_shot":
+        return AllReduceNormConfig("fused", exchange, num_programs=2 * gpu.num_sms(device), num_warps=num_warps)
+    row_programs = 1
+    while 2 * row_programs * rows <= _PROGRAMS and cdiv(hidden, 2 * row_programs) >= _LEAST_SHARE and row_programs < 8:
+        row_programs *= 2
+    columns = wide_columns(num_warps, dtype, device)
+    return AllReduceNormConfig(
+        "fused", exchange, row_programs, columns, num_programs=gpu.num_sms(device), num_warps=num_warps
+    )
+
+
+def wide_columns(num_warps: int, dtype: "torch.dtype", device: "torch.device") -> int:
+    """Return the number of columns of which each thread of a program sends 16 bytes, at most 16384."""
+    return min(16 // dtype.itemsize * num_warps * (1024 // gpu.max_warps(device)), 16384)
