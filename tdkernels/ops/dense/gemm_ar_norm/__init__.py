@@ -1,0 +1,1 @@
+"""GEMM fused with an all-reduce, a residual addition and a norm."""
