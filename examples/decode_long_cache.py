@@ -1,7 +1,7 @@
 """Decoding with a cache that is divided between ranks along the sequence, and a tensor-parallel MLP.
 
-    python examples/decode.py               # on all GPUs if there are two or more, else on 4 CPU processes
-    python examples/decode.py --nproc 2 --device cpu
+    python examples/decode_long_cache.py               # on all GPUs if there are two or more, else on 4 CPU processes
+    python examples/decode_long_cache.py --nproc 2 --device cpu
 
 Prints how far the last token's hidden state is from float64, ours and that of plain torch on one device, and on GPUs
 the time of a token, eagerly and as a replay of a CUDA graph; exit code 1 if it is too far off. The part to copy is

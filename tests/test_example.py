@@ -7,10 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tp_mlp.py"
 EXPERTS, DECODING = ROOT / "examples" / "ep_moe.py", ROOT / "examples" / "decode.py"
+LONG_CACHE = ROOT / "examples" / "decode_long_cache.py"
+
+
+def loaded(file):
+    """Import an example as a module; generator for a fixture."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[file.stem]
 
 
 def run_example(*command):
@@ -35,17 +47,38 @@ def test_expert_parallel_example():
 
 
 def test_decoding_example():
-    assert "5 tokens, 40 keys on 2 ranks" in (output := run_example(DECODING)) and "All as it should be" in output
+    output = run_example(DECODING)
+    assert "12 tokens of 2 sequences on 2 ranks: 12 equal to those of plain torch" in output
+    assert "All as it should be" in output
+
+
+def test_decoding_with_a_long_cache():
+    assert "5 tokens, 40 keys on 2 ranks" in (output := run_example(LONG_CACHE)) and "All as it should be" in output
+
+
+@pytest.fixture(scope="module")
+def decoding():
+    yield from loaded(DECODING)
+
+
+def test_comparison_of_tokens(decoding):
+    expected = torch.tensor([[[1.0, 4.0, 0.0], [2.0, 0.0, 1.0]]])
+    near = expected.clone()
+    near[0, 0, 0] = 4.1  # another token, whose logit was far from the largest one
+    assert decoding.compare(expected, expected) == (2, 2, 0)
+    assert decoding.compare(expected, near) == (1, 2, 1)
+    tie = torch.tensor([[[4.0 - 1e-6, 4.0, 0.0], [2.0, 0.0, 1.0]]])
+    other = tie.clone()
+    other[0, 0, 0] = 4.0 + 1e-6
+    assert decoding.compare(tie, other) == (1, 2, 0)
+    nan = expected.clone()
+    nan[0, 1, 0] = NAN
+    assert decoding.compare(expected, nan)[2] == 1
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("tp_mlp", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tp_mlp"] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["tp_mlp"]
+    yield from loaded(EXAMPLE)
 
 
 NAN = float("nan")
