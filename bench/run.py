@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from bench.attention import ag_attention, flash_decode, ulysses  # noqa: E402
 from bench.attention import shapes as sequence_shapes  # noqa: E402
 from bench.collectives import cases as collectives  # noqa: E402
+from bench.collectives import norm  # noqa: E402
 from bench.core import harness, measure  # noqa: E402
 from bench.core.each_case import measure_all  # noqa: E402
 from bench.core.row_files import append  # noqa: E402
@@ -52,14 +53,15 @@ def main(options):
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts, grouped, layers, decode, sequences = _operators_by_family(options.operators)
-        others = [*alone, *experts, *grouped, *layers, *decode, *sequences]
+        operators, alone, experts, grouped, layers, decode, sequences, norms = _operators_by_family(options.operators)
+        others = [*alone, *experts, *grouped, *layers, *decode, *sequences, *norms]
         peers = _peers(options.peers)
         parse_shapes = grouped_gemm.parse_shapes if grouped else _shapes
-        shapes = None if layers or decode or sequences else parse_shapes(options.shapes)
+        shapes = None if layers or decode or sequences or norms else parse_shapes(options.shapes)
         tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         caches = flash_decode.parse_shapes(options.shapes, tokens) if decode else []
+        matrices = norm.parse_shapes(options.shapes) if norms else []
         lengths = sequence_shapes.parse(options.shapes, tokens, sequences) if sequences else {}
         shardings = _names("--sharding", options.sharding, ag_attention.SHARDINGS)
         layer, payloads = dispatch.parse_layer(options.moe), _names("--payload", options.payload, dispatch.PAYLOADS)
@@ -94,7 +96,7 @@ def main(options):
         selected = {operator: _rehearsal_shapes(chosen) for operator, chosen in requested.items()}
         if (options.shapes or options.tokens or options.bytes) and (not requested or selected != requested):
             print(_REPLACED, flush=True)
-        sizes = collectives.REHEARSAL_SIZES
+        sizes, matrices = collectives.REHEARSAL_SIZES, norm.REHEARSAL_SHAPES
         layer, tokens = dispatch.REHEARSAL_LAYER, dispatch.REHEARSAL_TOKENS
         shapes = grouped_gemm.REHEARSAL_SHAPES if grouped else shapes
         tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
@@ -106,6 +108,7 @@ def main(options):
     cases = [
         *_cases(selected, ranks, options.backward),
         *_supported(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
+        *norm.cases(norms, matrices, ranks),
         *_supported(dispatch.cases(experts, tokens, ranks, layer, payloads, options.routing)),
         *grouped_gemm.cases(grouped, shapes, options.routing, options.backward),
         *_supported(tp_moe.cases(_of_module(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
@@ -154,9 +157,10 @@ def _solo(options, cases, plan, folder, deadline):
 def _operators_by_family(names):
     """Return the named operators as lists, one per family; without names all dense operators.
 
-    The families are dense, collectives, dispatch, grouped GEMM, MoE layers, flash_decode and sequence parallel.
+    The families are dense, collectives, dispatch, grouped GEMM, MoE layers, flash_decode, sequence parallel, and norms
+    after a collective.
     """
-    exclusive = grouped_gemm.OPERATORS, _MOE_LAYERS, flash_decode.OPERATORS, _SEQUENCE_PARALLEL
+    exclusive = grouped_gemm.OPERATORS, _MOE_LAYERS, flash_decode.OPERATORS, _SEQUENCE_PARALLEL, norm.OPERATORS
     families = OPERATORS, collectives.OPERATORS, dispatch.OPERATORS, *exclusive
     known = [name for family in families for name in family]
     for name in names:
@@ -168,7 +172,7 @@ def _operators_by_family(names):
         raise ValueError(f"{local[0]} runs on one GPU and cannot be combined with other operators")
     if len(names) > 1 and set(names) & set(flash_decode.OPERATORS):
         raise ValueError("flash_decode cannot be combined with other operators")
-    for family in (_MOE_LAYERS, _SEQUENCE_PARALLEL):
+    for family in (_MOE_LAYERS, _SEQUENCE_PARALLEL, norm.OPERATORS):
         if 0 < sum(name in family for name in names) < len(names):
             raise ValueError(f"{' and '.join(family)} cannot be combined with other operators")
     return [[name for name in names if name in family] for family in families]
@@ -274,7 +278,7 @@ def revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_CASE_MODULES = (collectives, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
+_CASE_MODULES = (collectives, norm, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
 _MODULES = {Case: measure} | {module.Case: module for module in _CASE_MODULES}
 
 

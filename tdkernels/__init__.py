@@ -12,12 +12,14 @@ Tensor parallelism:
     ag_gemm: all-gather, then GEMM.
     gemm_rs: GEMM, then reduce-scatter.
     gemm_ar: GEMM, then all-reduce.
+    gemm_ar_rms_norm, gemm_ar_layer_norm: GEMM, all-reduce, residual addition and norm.
     quantize_fp8: fp8 operands and their scales, on one rank.
-    AgGemmConfig, GemmRsConfig, GemmArConfig, Tiles: configs, and the tile sizes in them.
+    AgGemmConfig, GemmRsConfig, GemmArConfig, GemmArNormConfig, Tiles: configs, and the tile sizes in them.
 
 Collectives, for small messages:
     all_gather, reduce_scatter, all_reduce: the collectives alone.
-    CollectiveConfig: config.
+    all_reduce_rms_norm, all_reduce_layer_norm: all-reduce, residual addition and norm.
+    CollectiveConfig, AllReduceNormConfig: configs.
 
 Expert parallelism, with different experts on each rank:
     ep_dispatch, ep_combine: send tokens to the ranks of their experts, and return the weighted sums.
@@ -43,6 +45,7 @@ Attention:
 Control and errors:
     synchronize: wait for the GPU and raise the errors of kernels.
     set_timeout: bound all waits for peers.
+    batch_invariant, set_batch_invariant: results of a row that do not depend on the rest of the batch.
     explain: return the config that a call would run with, and why.
     PeerTimeoutError, PeerFailedError, PlanMismatchError: errors of collective calls.
 
@@ -67,6 +70,7 @@ from tdkernels.exports import PUBLIC
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use of a name imports it
     from tdkernels.autotune.explain import explain
+    from tdkernels.autotune.invariance import batch_invariant, set_batch_invariant
     from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
     from tdkernels.ops.attention.ag_attention.op import AgAttentionConfig, ag_attention, ag_attention_ref
     from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
@@ -75,6 +79,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use o
     from tdkernels.ops.attention.ulysses.config import UlyssesConfig
     from tdkernels.ops.attention.ulysses.op import ulysses_out, ulysses_out_ref, ulysses_qkv, ulysses_qkv_ref
     from tdkernels.ops.collectives.config import CollectiveConfig
+    from tdkernels.ops.collectives.norm.config import AllReduceNormConfig
+    from tdkernels.ops.collectives.norm.op import all_reduce_layer_norm, all_reduce_rms_norm
+    from tdkernels.ops.collectives.norm.reference import all_reduce_layer_norm_ref, all_reduce_rms_norm_ref
     from tdkernels.ops.collectives.op import (
         all_gather,
         all_gather_ref,
@@ -88,6 +95,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use o
     from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm, ag_gemm_ref
     from tdkernels.ops.dense.column_linear.op import column_linear, column_linear_ref
     from tdkernels.ops.dense.gemm_ar.op import GemmArConfig, gemm_ar, gemm_ar_ref
+    from tdkernels.ops.dense.gemm_ar_norm.config import GemmArNormConfig
+    from tdkernels.ops.dense.gemm_ar_norm.op import gemm_ar_layer_norm, gemm_ar_rms_norm
+    from tdkernels.ops.dense.gemm_ar_norm.reference import gemm_ar_layer_norm_ref, gemm_ar_rms_norm_ref
     from tdkernels.ops.dense.gemm_rs.op import GemmRsConfig, gemm_rs, gemm_rs_ref
     from tdkernels.ops.experts.dispatch.all_to_all import all_to_all, all_to_all_ref
     from tdkernels.ops.experts.dispatch.config import EpConfig
@@ -128,16 +138,19 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens",
-    "FlashDecodeConfig", "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig",
-    "PeerFailedError", "PeerTimeoutError", "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_attention",
-    "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref",
-    "all_to_all", "all_to_all_ref", "autotune", "column_linear", "column_linear_ref", "copy_to_ranks", "ep_combine",
-    "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe",
-    "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref", "gather_rows", "gemm_ar", "gemm_ar_ref", "gemm_rs",
-    "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "quantize_fp8",
-    "quantize_fp8_ref", "reduce_scatter", "reduce_scatter_ref", "scatter_rows", "set_timeout", "synchronize",
-    "tp_moe", "tp_moe_ref", "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
+    "AgAttentionConfig", "AgGemmConfig", "AllReduceNormConfig", "CollectiveConfig", "EpConfig", "EpHandle",
+    "EpMoeConfig", "EpTokens", "FlashDecodeConfig", "GemmArConfig", "GemmArNormConfig", "GemmRsConfig",
+    "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerFailedError", "PeerTimeoutError", "PlanMismatchError",
+    "Tiles", "UlyssesConfig", "ag_attention", "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather",
+    "all_gather_ref", "all_reduce", "all_reduce_layer_norm", "all_reduce_layer_norm_ref", "all_reduce_ref",
+    "all_reduce_rms_norm", "all_reduce_rms_norm_ref", "all_to_all", "all_to_all_ref", "autotune", "batch_invariant",
+    "column_linear", "column_linear_ref", "copy_to_ranks", "ep_combine", "ep_combine_ref", "ep_combine_send",
+    "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "flash_decode",
+    "flash_decode_ref", "gather_rows", "gemm_ar", "gemm_ar_layer_norm", "gemm_ar_layer_norm_ref", "gemm_ar_ref",
+    "gemm_ar_rms_norm", "gemm_ar_rms_norm_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref",
+    "moe_ag_gemm", "moe_gemm_rs", "quantize_fp8", "quantize_fp8_ref", "reduce_scatter", "reduce_scatter_ref",
+    "scatter_rows", "set_batch_invariant", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref", "ulysses_out",
+    "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]
 
 if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):

@@ -6,18 +6,25 @@ its arguments before it imports torch.
 
 PUBLIC = {  # module: what tdkernels exports of it
     "tdkernels.autotune.explain": ("explain",),
+    "tdkernels.autotune.invariance": ("batch_invariant", "set_batch_invariant"),
     "tdkernels.errors": ("PeerFailedError", "PeerTimeoutError", "PlanMismatchError"),
     "tdkernels.ops.common.tile_config": ("Tiles",),
     "tdkernels.symm": ("set_timeout", "synchronize"),
     "tdkernels.ops.dense.ag_gemm.op": ("AgGemmConfig", "ag_gemm", "ag_gemm_ref"),
     "tdkernels.ops.dense.column_linear.op": ("column_linear", "column_linear_ref"),
     "tdkernels.ops.dense.gemm_ar.op": ("GemmArConfig", "gemm_ar", "gemm_ar_ref"),
+    "tdkernels.ops.dense.gemm_ar_norm.config": ("GemmArNormConfig",),
+    "tdkernels.ops.dense.gemm_ar_norm.op": ("gemm_ar_layer_norm", "gemm_ar_rms_norm"),
+    "tdkernels.ops.dense.gemm_ar_norm.reference": ("gemm_ar_layer_norm_ref", "gemm_ar_rms_norm_ref"),
     "tdkernels.ops.dense.gemm_rs.op": ("GemmRsConfig", "gemm_rs", "gemm_rs_ref"),
     "tdkernels.ops.quantize.op": ("quantize_fp8", "quantize_fp8_ref"),
     "tdkernels.ops.collectives.config": ("CollectiveConfig",),
     "tdkernels.ops.collectives.op": (
         "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "reduce_scatter", "reduce_scatter_ref",
     ),
+    "tdkernels.ops.collectives.norm.config": ("AllReduceNormConfig",),
+    "tdkernels.ops.collectives.norm.op": ("all_reduce_layer_norm", "all_reduce_rms_norm"),
+    "tdkernels.ops.collectives.norm.reference": ("all_reduce_layer_norm_ref", "all_reduce_rms_norm_ref"),
     "tdkernels.ops.collectives.regions": ("copy_to_ranks", "gather_rows", "scatter_rows"),
     "tdkernels.ops.attention.ag_attention.op": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.experts.dispatch.all_to_all": ("all_to_all", "all_to_all_ref"),
@@ -40,8 +47,10 @@ PUBLIC = {  # module: what tdkernels exports of it
 
 TUNERS = {  # module: operators that it registers with the tuner
     "tdkernels.ops.collectives.tuning": ("all_gather", "all_reduce", "reduce_scatter"),
+    "tdkernels.ops.collectives.norm.tuning": ("all_reduce_layer_norm", "all_reduce_rms_norm"),
     "tdkernels.ops.dense.ag_gemm.tuning": ("ag_gemm",),
     "tdkernels.ops.dense.gemm_ar.tuning": ("gemm_ar",),
+    "tdkernels.ops.dense.gemm_ar_norm.tuning": ("gemm_ar_layer_norm", "gemm_ar_rms_norm"),
     "tdkernels.ops.dense.gemm_rs.tuning": ("gemm_rs",),
     "tdkernels.ops.attention.ag_attention.tuning": ("ag_attention",),
     "tdkernels.ops.experts.dispatch.tuning": ("all_to_all", "ep_combine", "ep_dispatch"),

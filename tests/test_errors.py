@@ -274,6 +274,10 @@ def reject_dtensors():
     for operator in (tdkernels.all_reduce, tdkernels.all_gather, tdkernels.reduce_scatter):
         with pytest.raises(TypeError, match=r"x \[4, 8\] is a DTensor; pass its to_local\(\)"):
             operator(whole)
+    for operator in (tdkernels.all_reduce_rms_norm, tdkernels.all_reduce_layer_norm):
+        for operands, name in (((whole, part, part[0]), "x"), ((part, whole, part[0]), "residual")):
+            with pytest.raises(TypeError, match=rf"{name} \[4, 8\] is a DTensor; pass its to_local\(\)"):
+                operator(*operands)
 
 
 def test_dtensors_are_rejected_by_name():

@@ -17,8 +17,8 @@ LAYERS = [
     ("runtime", "autotune"),
     ("ops.common",),
     ("ops.quantize",),
-    ("ops.collectives",),
-    ("ops.dense", "ops.attention", "ops.experts.grouped_gemm"),
+    ("ops.collectives", "ops.experts.grouped_gemm"),
+    ("ops.dense", "ops.attention"),
     ("ops.experts.dispatch",),
     ("ops.experts.ep_moe", "ops.experts.tp_moe"),
     ("", "ops"),  # tdkernels itself, which exports the public names

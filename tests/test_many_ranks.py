@@ -11,7 +11,9 @@ from tests.ops.attention.flash_decode.test_flash_decode import SPECS as DECODE
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.test_ulysses import SPECS as ULYSSES
 from tests.ops.collectives import cases as collective
+from tests.ops.collectives import norm_cases as norms
 from tests.ops.collectives.test_collectives import VARIANTS
+from tests.ops.collectives.test_norm import VARIANTS as NORMS
 from tests.ops.dense import cases as dense
 from tests.ops.dense.test_dense import CONFIGS as DENSE
 from tests.ops.dense.test_dense import TIMING_SENSITIVE
@@ -50,6 +52,12 @@ def test_dense(world_size, operator, config):
 @pytest.mark.parametrize("operator, changes", VARIANTS, ids=str)
 def test_collectives(world_size, operator, changes):
     on_ranks(world_size, collective.computes, operator, dense.DTYPES[1], [(5, 7), (150,)], changes)
+
+
+@each_size
+@pytest.mark.parametrize("operator, changes", NORMS, ids=str)
+def test_norms(world_size, operator, changes):
+    on_ranks(world_size, norms.computes, operator, dense.DTYPES[1], [(11, 70)], changes)
 
 
 @each_size

@@ -37,7 +37,10 @@ from tests.ops.attention.flash_decode.oracle import Decode
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.cases import Projection
 from tests.ops.collectives.cases import draw_operands, expected_of
+from tests.ops.collectives.norm_oracle import NormCase
 from tests.ops.dense.cases import config_for
+from tests.ops.dense.gemm_ar_norm_cases import CONFIGS as GEMM_NORM_CONFIGS
+from tests.ops.dense.gemm_ar_norm_oracle import NormCase as GemmNormCase
 from tests.ops.dense.multinode_cases import adding_once
 from tests.ops.experts.dispatch.oracle import Routed
 from tests.ops.experts.dispatch.rank_cases import padded
@@ -184,6 +187,18 @@ def collectives(group):
     return calls
 
 
+def norms(group):
+    case = NormCase("all_reduce_rms_norm", (7, 70), FP32, group=group)
+    variants = {"send_columns": 16, "num_programs": 2}, {"exchange": "two_shot", "num_programs": 2}
+    return {f"all_reduce_rms_norm {changes}": functools.partial(case.call, changes) for changes in variants}
+
+
+def norms_of_products(group):
+    case = GemmNormCase("gemm_ar_rms_norm", FP32, 18, 70, 9, group=group)
+    configs = {name: GEMM_NORM_CONFIGS[name] for name in ("fused", "fused, split K")}
+    return {f"gemm_ar_rms_norm {name}": functools.partial(case.call, config=one) for name, one in configs.items()}
+
+
 def decode(group):
     few = FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=3)
     calls = {}
@@ -312,7 +327,10 @@ def fused_ep_moe(group):
 
 # ---- no changes ----
 
-FAMILIES = [dense, collectives, decode, attention, projections, tp_moe, dispatch_combine, fused_ep_moe]
+FAMILIES = [
+    dense, collectives, norms, norms_of_products, decode, attention, projections, tp_moe, dispatch_combine,
+    fused_ep_moe,
+]
 
 
 def make_void_calls(family):
@@ -398,6 +416,23 @@ def late_collective(group, operator, changes):
     return Late(lambda: getattr(tdkernels, operator)(x, config=CollectiveConfig(**changes), group=group), check, x)
 
 
+def late_norm(group, changes):
+    case = NormCase("all_reduce_rms_norm", (6, 40), FP32, group=group)
+    operands = case.operands()
+    return Late(lambda: case.call(changes, operands=operands), case.check, operands[0])
+
+
+def late_norm_of_product(group):
+    case = GemmNormCase("gemm_ar_rms_norm", FP32, 6, 40, 9, group=group)
+    for operand in case.operands().values():
+        operand.requires_grad_(False)
+
+    def check(results):
+        case.check(*results, in_rank_order=True)
+
+    return Late(lambda: case.call(config=GEMM_NORM_CONFIGS["fused"]), check, case.x)
+
+
 def late_decode(group, spec):
     case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, **spec, group=group)
     exact = case.expected(torch.double, False)["o"]
@@ -449,6 +484,9 @@ LATE = {
     **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in IN_KERNELS},
     "all_reduce": (late_collective, "all_reduce", {}),
     "all_reduce two-shot": (late_collective, "all_reduce", {"exchange": "two_shot"}),
+    "all_reduce_rms_norm": (late_norm, {"send_columns": 16}),
+    "all_reduce_rms_norm two-shot": (late_norm, {"exchange": "two_shot"}),
+    "gemm_ar_rms_norm": (late_norm_of_product,),
     "flash_decode": (late_decode, {}),
     "ep_dispatch": (late_dispatch, False),
     "ep_dispatch low-latency": (late_dispatch, True),

@@ -13,7 +13,8 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 # Values of "what" in rows that are not measurements of dense operators.
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", "solo", "torch_operators", "model", "scaled", "wire", *_SEQUENCE_PARALLEL,
+    "tests", "solo", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm",
+    *_SEQUENCE_PARALLEL,
 )
 
 
@@ -115,6 +116,11 @@ def read(folder):
 def read_collectives(folder):
     """Return the rows of collectives."""
     return _read_kind(folder, "collective")
+
+
+def read_norms(folder):
+    """Return the rows of all-reduce with residual addition and norm."""
+    return _read_kind(folder, "norm")
 
 
 def read_ep(folder):

@@ -4,6 +4,7 @@ import sys
 
 from bench.attention import flash_decode_plots, flash_decode_report
 from bench.attention import report as attention_report
+from bench.collectives import norm_report
 from bench.collectives import plots as collective_plots
 from bench.collectives import report as collective_report
 from bench.core.points import BadRow
@@ -82,7 +83,7 @@ def pages(rows):
         "dense": ("Dense operators", [dense.text(rows.dense, _link), torch_operators.text(rows.torch_operators)]),
         "scaled": ("Dense operators with scaled fp8 operands", [scaled.text(rows.scaled)]),
         "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
-        "collectives": ("Collectives", [collective_report.text(rows.collectives, _link)]),
+        "collectives": ("Collectives", [collective_report.text(rows.collectives, _link), norm_report.text(rows.norms)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),
         "experts": ("Layers of experts and grouped GEMM",
                     [moe_report.text(rows.layers), grouped_gemm_report.text(rows.layers)]),

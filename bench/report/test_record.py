@@ -8,9 +8,9 @@ kernels that changed after it. "Passes" counts repetitions. Ranks that share a G
 """
 _RUNS = ("date", "GPUs", "revision", "tests", "passes", "failures", "ranks", "what ran")
 _FAMILIES = (
-    ("collectives", "collective"), ("dispatch and combine", "ep"), ("layers of experts", "tp_moe"),
-    ("layers of experts", "ep_moe"), ("grouped GEMM", "group_gemm"), ("flash_decode", "flash_decode"),
-    ("ag_attention", "ag_attention"), ("ulysses", "ulysses"),
+    ("collectives", "collective"), ("all-reduce and norm", "norm"), ("dispatch and combine", "ep"),
+    ("layers of experts", "tp_moe"), ("layers of experts", "ep_moe"), ("grouped GEMM", "group_gemm"),
+    ("flash_decode", "flash_decode"), ("ag_attention", "ag_attention"), ("ulysses", "ulysses"),
 )
 
 
@@ -66,7 +66,7 @@ def _matrix(rows):
     for point in rows.dense:
         _mark(cells, point.operator, point.settings, "T" if point.tuner else "B")
     names = dict((what, name) for name, what in _FAMILIES)
-    for row in (*rows.collectives, *rows.dispatch, *rows.layers, *rows.decode, *rows.sequences):
+    for row in (*rows.collectives, *rows.norms, *rows.dispatch, *rows.layers, *rows.decode, *rows.sequences):
         _mark(cells, names[row["what"]], row, "B")
     for row in rows.tuner:
         _mark(cells, row["op"], row, "T")

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.invariance import check_invariant, selection_mode
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem, device_of
 from tdkernels.autotune.selection import CACHE, EXPLICIT, SHIPPED, Choice, look_up
+from tdkernels.autotune.tunable import plain_ms as current_plain_ms
 from tdkernels.autotune.tunable import tunable as tunable_by_name
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import caches_of, group_state
@@ -30,11 +32,12 @@ class Explanation:
         problem: The problem: operator, shape, dtype, layout, GPU and number of ranks.
         config: The config that runs.
         source: Where the config came from: "explicit", "cache", "shipped", "modelled" (tuned on one GPU with a model
-            of the link), "nearest", "similar_gpu" (a similar GPU) or "default".
+            of the link), "nearest", "similar_gpu" (a similar GPU), "default" or "batch_invariant".
         tuned_for: The problem that the config was tuned for; None for a default or explicit config.
         expected_ms: Expected time.
         measured: Whether ``expected_ms`` was measured for exactly this problem. Otherwise it is estimated.
-        plain_ms: Time of the baseline, torch's collective and matmul in sequence; None if not measured.
+        plain_ms: Time of the baseline, torch's collective and matmul in sequence; None if not measured, or if an
+            earlier version measured another baseline.
         local_ms: Lower bound for the computation: the library alone, or the peak rate.
         local_measured: Whether ``local_ms`` was measured with the library alone.
         bound_by: What the peak rate refers to: "flops" or "bytes of memory".
@@ -88,7 +91,7 @@ class Explanation:
 
     def __str__(self) -> str:
         tunable = tunable_by_name(self.problem.operator)
-        plain_runs, plain = tunable.plain_words
+        plain_runs, plain = tunable.plain_words_of(self.problem)
         lines = [
             *self._title(),
             f"  runs        {plain_runs if self.method == 'torch' else self.method}",
@@ -128,6 +131,7 @@ _ORIGIN = {
     "nearest": "the nearest tuned shape",
     "similar_gpu": "the table shipped with tdkernels for a similar GPU",
     "default": "the built-in heuristic: no similar shape was tuned",
+    "batch_invariant": "the batch-invariant mode",
 }
 
 
@@ -189,11 +193,12 @@ def explain(
         reason = tunable.illegal(config, problem, device)
         if reason is not None:
             raise ValueError(f"{name}: config cannot run: {reason}")
+        check_invariant(name, config)
         return explanation(tunable, problem, device, Choice(tunable.completed(config, problem, device), EXPLICIT))
     mode, choices = get_mode(), {}
     if state is not None or world_size == 1:
         choices = caches_of(group if state is not None else None).choices
-    agreed = choices.get((tunable.key(problem), mode))
+    agreed = choices.get((tunable.key(problem), selection_mode()))
     return explanation(tunable, problem, device, agreed or look_up(tunable, problem, device, mode))
 
 
@@ -211,7 +216,7 @@ def explanation(tunable, problem, device, choice):
     bound_by = "flops" if floors.flops / rates.flops >= floors.memory_bytes / rates.memory else "bytes of memory"
     local_measured = measured and entry.local_ms is not None
     if measured:
-        expected_ms, plain_ms = entry.ms, entry.plain_ms
+        expected_ms, plain_ms = entry.ms, current_plain_ms(entry)
         local_ms = entry.local_ms if entry.local_ms is not None else local_ms
         wire_ms = entry.wire_ms if entry.wire_ms is not None else wire_ms
     return Explanation(

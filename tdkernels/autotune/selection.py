@@ -16,6 +16,7 @@ import torch
 
 from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.hardware import KIN
+from tdkernels.autotune.invariance import is_batch_invariant, selection_mode
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.tunable import versions
 from tdkernels.symm.group import alone, caches_of, group_state
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # table of a similar GPU.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 MODELLED, SIMILAR_GPU = "modelled", "similar_gpu"
+INVARIANT = "batch_invariant"  # the only source in the batch-invariant mode
 _GUESSES = MODELLED, NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
@@ -44,9 +46,9 @@ class Choice:
 
     Attributes:
         config: The config.
-        source: Where it came from: "explicit", "cache", "shipped", "modelled", "nearest", "similar_gpu" or
-            "default".
-        entry: The table entry with its measurements; None for "explicit" and "default".
+        source: Where it came from: "explicit", "cache", "shipped", "modelled", "nearest", "similar_gpu", "default"
+            or "batch_invariant".
+        entry: The table entry with its measurements; None for "explicit", "default" and "batch_invariant".
     """
 
     config: object
@@ -74,11 +76,16 @@ def choose(
         PeerTimeoutError: If a rank does not take part in time.
     """
     choices = caches_of(group).choices
-    key = tunable.key(problem), get_mode()
+    key = tunable.key(problem), selection_mode()
     choice = choices.get(key)
     if choice is None:
         final = True
-        if group is None:
+        if is_batch_invariant():
+            # Before the consensus check, so that every rank raises the error of an operator that is not supported.
+            choice = look_up(tunable, problem, device, get_mode())
+            if group is not None:
+                _check_problem(tunable, problem, group, fields)
+        elif group is None:
             choice = look_up(tunable, problem, device, get_mode())
         else:
             choice, final = _select_on_all_ranks(tunable, problem, device, group, fields)
@@ -104,7 +111,7 @@ def choice_of_call(
         make: Function that returns the Choice.
     """
     caches = caches_of(group)
-    key = "config", caches.choices.version, get_mode(), operator, call
+    key = "config", caches.choices.version, selection_mode(), operator, call
     choice = caches.calls[key]
     if choice is None:
         choice = make()
@@ -122,6 +129,8 @@ def forget(tunable: "Tunable", problem: "Problem", choices: MutableMapping) -> N
 
 def look_up(tunable: "Tunable", problem: "Problem", device: torch.device, mode: str) -> Choice:
     """Return the Choice of this rank, without communication."""
+    if is_batch_invariant():
+        return Choice(tunable.invariant(problem, device), INVARIANT)
     if mode == "off":
         return Choice(tunable.default(problem, device), DEFAULT)
     name = problem.operator, problem.gpu
@@ -192,19 +201,16 @@ def _select_on_all_ranks(tunable, problem, device, group, fields):
 
     It is not cached if the problem should be tuned, but cannot be tuned now because of a CUDA-graph capture.
     """
-    state, mode = group_state(group), get_mode()
+    mode = get_mode()
     offer = {"tune": not _capturing(device)}
     own = None
-    if state.rank == 0:
+    if group_state(group).rank == 0:
         try:
             own = look_up(tunable, problem, device, mode)
             offer |= {**_to_offer(tunable, own), "shape": problem.shape, "layout": problem.layout}
         except Exception as error:  # the other ranks wait in the consensus check, which passes the error on to them
             offer["error"] = f"{type(error).__name__}: {error}"
-    # Layout and GPU must be the same on all ranks: a rank that differs would use another key for its choice.
-    key = tunable.key(problem)
-    fields = {**fields, "layout": key.layout, "gpu": key.gpu, "config": f"left to autotune ({mode})"}
-    offers = state.check_consensus(tunable.name, fields, offer)
+    offers = _check_problem(tunable, problem, group, fields, offer)
     if "error" in offers[0]:
         raise RuntimeError(f"{tunable.name}: rank 0 could not choose a config: {offers[0]['error']}")
     choice = own or _from_offer(tunable, offers[0])
@@ -215,6 +221,14 @@ def _select_on_all_ranks(tunable, problem, device, group, fields):
     of_rank_0 = replace(problem, shape=tuple(offers[0]["shape"]), layout=offers[0]["layout"])
     assert tune_on_demand is not None  # set by the package
     return tune_on_demand(tunable, of_rank_0, device, group) or choice, True
+
+
+def _check_problem(tunable, problem, group, fields, offer=None):
+    """Check that all ranks select a config for the same problem and with the same mode, and return their offers."""
+    # Layout and GPU must be the same on all ranks: a rank that differs would use another key for its choice.
+    key = tunable.key(problem)
+    fields = {**fields, "layout": key.layout, "gpu": key.gpu, "config": f"left to autotune ({get_mode()})"}
+    return group_state(group).check_consensus(tunable.name, fields, offer)
 
 
 def _to_offer(tunable, choice):

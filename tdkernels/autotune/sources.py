@@ -15,7 +15,11 @@ _IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 def kernel_sources(package: str) -> list[Path]:
     """Return the sorted source files for an operator, given the name of its package."""
     folder = _ROOT.joinpath(*package.split(".")[1:])
-    left = [file for file in folder.rglob("*.py") if file.stem not in _UNTIMED]
+    others = [file.parent for file in folder.rglob("tuning.py") if file.parent != folder]  # packages of other operators
+    left = [
+        file for file in folder.rglob("*.py")
+        if file.stem not in _UNTIMED and not any(file.is_relative_to(other) for other in others)
+    ]
     found = set(left)
     while left:
         new = _read(left.pop())[1] - found

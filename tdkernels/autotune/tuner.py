@@ -31,6 +31,7 @@ from tdkernels.autotune.accuracy import Reference, poison
 from tdkernels.autotune.candidate import Result, Trial
 from tdkernels.autotune.group_step import GroupStep, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.invariance import batch_invariant
 from tdkernels.autotune.modes import get_mode, mode
 from tdkernels.autotune.problem import Problem, device_of, with_index
 from tdkernels.autotune.rounds import FINAL, HAS_GRAPHS, HOST_BOUND, HOST_COUNTS, NOISE, ROUNDS, calls_of
@@ -106,7 +107,7 @@ def tune_problem(
     # Operators that a candidate calls look up their config. They must not be tuned while the candidate is timed.
     looking_up = mode("cached" if get_mode() == "on" else get_mode())
     # The caller may be inside a model. Disable autocast, which would make the reference inaccurate.
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up, batch_invariant(False):
         with GroupStep(problem, group, device) as ranks:
             return _Tuner(tunable, problem, ranks, budget_s, on_progress, keep).tune()
 
@@ -326,11 +327,10 @@ class _Tuner:
 
     def _final(self, trials, left):
         """Time the best two, the default, the baseline and the computation alone once more. Return the Entry."""
-        default = trials[0]
+        default, round_ = trials[0], FINAL[self.device.type]
         plain = next((trial for trial in trials if [trial.config] == self._plain()), None)
         always = [default] if plain in (None, default) else [default, plain]
         finalists = left[:2] + [trial for trial in always if trial.reason is None and trial not in left[:2]]
-        round_ = FINAL[self.device.type]
         self.ranks.must("computation alone", self._make_local)
         local = self.ranks.must("computation alone", lambda: self._local_ms(round_))
         self._run_round(finalists, round_, len(ROUNDS[self.device.type]), "final")
@@ -342,6 +342,7 @@ class _Tuner:
         return Entry(
             self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain_ms,
             default.ms, max(local), wire_ms or None, date.today().isoformat(), self._burst_of is burst_in_graph,
+            baseline=self.tunable.baseline,
         )
 
     def _best_that_is_right(self, finalists, default):

@@ -152,12 +152,14 @@ def _bench(parser):
         "operators", nargs="*", metavar="operator",
         help="default: ag_gemm, gemm_rs, gemm_ar. Also: all_gather, reduce_scatter, all_reduce, ep_dispatch, "
         "ep_combine, ep_latency, all_to_all. In runs of their own: tp_moe and ep_moe; ag_attention, ulysses_qkv and "
-        "ulysses_out; group_gemm, on one GPU; flash_decode, on one or more",
+        "ulysses_out; all_reduce_rms_norm and all_reduce_layer_norm; group_gemm, on one GPU; flash_decode, on one or "
+        "more",
     )
     parser.add_argument(
         "--shapes", metavar="NAME,...",
         help="groups of shapes by name, or sizes: MxNxK; group_gemm RxNxKxE; tp_moe TxIxHxExk; ep_moe HxIxExk; "
-        "flash_decode BxHqxHkvxDxS; ag_attention SxHqxHkvxD. Default: all groups but the sweeps",
+        "flash_decode BxHqxHkvxDxS; ag_attention SxHqxHkvxD; all_reduce_rms_norm ROWSxHIDDEN. Default: all groups but "
+        "the sweeps",
     )
     parser.add_argument(
         "--tokens", metavar="M,M,...",

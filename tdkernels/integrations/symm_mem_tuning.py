@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.timing import burst
 from tdkernels.symm.group import group_state
@@ -41,6 +42,8 @@ def torch_is_faster(
         own: Makes the call with tdkernels.
         by_torch: Makes the call with torch's kernel.
     """
+    if is_batch_invariant():
+        return False
     if key not in _torch_is_faster:
         if get_mode() != "on" or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad, profiler
 from tdkernels.runtime import recorder
 from tdkernels.runtime.autograd import DEVICES
 from tdkernels.symm.group import caches_of
+from tdkernels.symm.shared_settings import is_batch_invariant
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -105,7 +106,7 @@ class CachedCall:
         bind: ``(group, *tensors) -> Launch``, or None if the call is not a single launch; this is then true for all
             calls with the same key. ``bind=None``: the call is known not to be a single launch.
         shape: shape of the output, for ``bind``. A list of shapes if there are several outputs; ``run`` then returns
-            several outputs, too.
+            several outputs, too. A dtype instead of a shape in the list reinterprets the output.
     """
 
     def __init__(
@@ -154,4 +155,4 @@ def _key(operator, version, tensors, settings):
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
     # The types, too: 4 and 4.0 are equal but different arguments.
-    return operator, version, settings, *map(type, settings), precision, *layouts
+    return operator, version, settings, *map(type, settings), precision, is_batch_invariant(), *layouts

@@ -22,6 +22,11 @@ def num_sms(device: torch.device) -> int:
     return _CPU_SMS if device.type == "cpu" else _properties(device.index).multi_processor_count
 
 
+def max_warps(device: torch.device) -> int:
+    """Return the largest number of warps of a program, which has at most 1024 threads; 32 on the CPU."""
+    return 32 if device.type == "cpu" else 1024 // _properties(device.index).warp_size
+
+
 def shared_memory_bytes(device: torch.device) -> int:
     """Return the maximum shared memory of a program in bytes; unlimited in the interpreter."""
     if device.type == "cpu":
@@ -78,6 +83,12 @@ def multiplies_fp8(device: torch.device) -> bool:
 def multiplies_fnuz(device: torch.device) -> bool:
     """Return whether the device multiplies the "fnuz" formats of float8 instead of the OCP formats: AMD gfx94x."""
     return torch.version.hip is not None and _properties(device.index).gcnArchName.startswith("gfx94")
+
+
+def e4m3_dtype(device: torch.device) -> torch.dtype:
+    """Return the e4m3 format of float8 that the device multiplies."""
+    fnuz = device.type == "cuda" and multiplies_fnuz(device)
+    return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
 
 
 def has_tma(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from tdkernels.symm.agreement import Agreement, conflict_key, counter_keys, desc
 from tdkernels.symm.failure import Failure
 from tdkernels.symm.record import read_record
 from tdkernels.symm.session import MissingRank, meet
+from tdkernels.symm.shared_settings import shared_fields
 from tdkernels.symm.streams import StreamOrder
 from tdkernels.symm.timeout import get_timeout
 from tdkernels.symm.topology import likely_size, offer, topology_of
@@ -157,7 +158,7 @@ class GroupState:
 
     def check_consensus_cached(self, operator: str, fields: Mapping[str, Any]) -> None:
         """Run ``check_consensus``, unless it has succeeded before with the same arguments, which costs a lookup."""
-        key = (operator, *fields.items())
+        key = (operator, *fields.items(), *shared_fields().items())
         if key not in self._agreed:
             self.check_consensus(operator, fields)
             self._agreed.add(key)
@@ -172,6 +173,7 @@ class GroupState:
             ValueError: On every rank, if the operator or a field differs.
             PeerTimeoutError: If a rank does not call it within the timeout.
         """
+        fields = {**fields, **shared_fields()}
         known = [failure.error for failure in self._failures.values()]
         for error in (self.interrupted, *known):  # peers that know of it do not take part
             if error is not None:

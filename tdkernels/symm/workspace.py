@@ -25,7 +25,7 @@ from tdkernels.caches import RecentCache
 from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
 from tdkernels.rounding import round_up
-from tdkernels.symm import timeout
+from tdkernels.symm import shared_settings, timeout
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states, states
@@ -113,7 +113,7 @@ class Workspace:
             RuntimeError: If the plan is new while a CUDA graph is captured.
         """
         self.check()
-        key = (operator, *fields.items())
+        key = (operator, *fields.items(), *shared_settings.shared_fields().items())
         plan = self._plans.get(key)
         if plan is None:
             plan = self._new_plan(operator, fields, half_bytes, half_signals, num_flags)

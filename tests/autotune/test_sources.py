@@ -19,6 +19,14 @@ def test_launchers_and_their_imports_are_covered():
     assert "ops/experts/ep_moe/fused.py" in names("experts.ep_moe")
 
 
+def test_operators_in_a_package_of_another_are_excluded():
+    assert not [file for file in names("collectives") if "collectives/norm" in file]
+    found = names("collectives.norm")
+    for file in ("collectives/norm/kernel.py", "collectives/kernel.py", "common/norm_rows.py"):
+        assert f"ops/{file}" in found
+    assert "ops/collectives/norm/kernel.py" in names("dense.gemm_ar_norm"), "method \"separate\" launches it"
+
+
 def test_code_that_is_not_timed_is_excluded():
     assert not [file for file in names("dense.ag_gemm") if file.endswith(("/validation.py", "/tuning.py"))]
 

@@ -20,6 +20,14 @@ def test_host_time_table():
     assert host_report.text([]) == ""
 
 
+def test_old_method_torch_of_flash_decode_is_marked():
+    row = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-02",
+           "op": "flash_decode", "method": "ours by torch", "host_us": 3.0, "call_us": 4.0}
+    assert host_report.text([row]).splitlines()[-1] == "| flash_decode | – | 3 / 4 † | – |"
+    row["method"] = host_report.TORCH_METHODS["flash_decode"]
+    assert host_report.text([row]).splitlines()[-1] == "| flash_decode | – | 3 / 4 | – |"
+
+
 def test_host_time_table_of_modules():
     """A module has a line with and without gradients, compared with the operator that it calls."""
     times = {"operator": 40.0, "module": 42.5, "operator, gradients": 60.0, "module, gradients": 64.0}
@@ -51,7 +59,8 @@ def test_host_times_of_calls_are_measured():
         table = pool.run(host.measure)[0]
     found = {(operator, method) for operator, method, *_ in table}
     assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
-    assert ("flash_decode", "ours") in found and all(0 < launched <= done for _, _, launched, done, _ in table)
+    assert found >= {("flash_decode", method) for method in ("ours by torch flash", "ours")}
+    assert all(0 < launched <= done for _, _, launched, done, _ in table)
     assert found >= {("RowParallelLinear", method) for method in ("operator", "module, gradients")}
 
 

@@ -70,14 +70,16 @@ def test_all_methods_are_checked_and_timed(world_size):
     found, case = results[0][0], flash_decode.Case(SHAPE, world_size)
     rows = flash_decode.rows(case, found, None)
     timed = {row["method"] for row in rows if row["ms"]}
-    expected = {"copy", "torch-local math", "local", f"local {CHANGED}"}
-    expected |= {"sequence math", "tdkernels", f"tdkernels {CHANGED}"} if world_size > 1 else set()
+    expected = {"copy", "torch-local math", "torch-local method-torch", "local", f"local {CHANGED}"}
+    together = {"sequence math", "sequence method-torch", "tdkernels", f"tdkernels {CHANGED}"}
+    expected |= together if world_size > 1 else set()
     peer_methods = {"torch-local sdpa-flash"} | ({"sequence sdpa-flash"} if world_size > 1 else set())
     assert timed == expected | (peer_methods if ON_GPU else set())
     absent = {row["method"] for row in rows if row["absent"]}
     assert absent == {f"tdkernels {UNKNOWN}"} | (set() if ON_GPU else {"torch-local sdpa-flash"})
     assert json.loads(json.dumps(rows)) == rows
     assert {row["config"]["num_warps"] for row in rows if CHANGED in row["method"]} == {2}
+    assert {row["config"]["method"] for row in rows if row["method"].endswith("method-torch")} == {"torch"}
 
 
 def test_quantities_derived_from_times():

@@ -9,6 +9,7 @@ import pytest
 
 from bench import run as bench_run
 from bench.collectives import cases as collectives
+from bench.collectives import norm
 from bench.core import points
 from bench.report import main as report
 from bench.report import rows as all_rows
@@ -269,6 +270,33 @@ def test_collectives_have_their_own_section(results):
             assert (folder / "plots" / name).stat().st_size > 5000, "the plot is empty"
 
 
+def norms(shape, ms, date="2026-01-01T00:00:00+00:00", graph=False):
+    """Return the rows of one run of all_reduce_rms_norm; ``ms`` gives times by method."""
+    case = norm.Case("all_reduce_rms_norm", *shape, MACHINE["num_gpus"])
+    found = [(method, graph, {"ms": time} if time else {"absent": "why"}) for method, time in ms.items()]
+    return [{**row, **MACHINE, "date": date} for row in norm.rows(case, found, link_gbps=400.0)]
+
+
+def test_norms_have_a_table_behind_the_collectives(results):
+    old = norms((8, 4096), {"sequence": 1.0, "tdkernels": 0.001}, "2025-12-31T00:00:00+00:00")
+    new = norms((8, 4096), {
+        "sequence": 0.03, "sequence-compiled": None, "all-reduce": 0.01, "tdkernels": 0.012,
+        'tdkernels c1 {"num_warps": 4}': 0.001,
+    })
+    in_graph = norms((16, 4096), {"sequence": 0.02, "tdkernels": 0.025}, graph=True)
+    rows = all_rows.read(results(old + new + in_graph))
+    pages = report.pages(rows)
+    text = pages["tables/collectives.md"]
+    part = "### all_reduce_rms_norm, 4 x"
+    assert cells(text, "8 x 4096", part)[:5] == ["8 x 4096", "30.0", "–", "10.0", "12.0"]
+    assert "2.50" in cells(text, "8 x 4096", part) and "c1" not in text
+    assert "0.80 ▼" in cells(text, "16 x 4096", "### all_reduce_rms_norm, in CUDA graphs, 4 x")
+    both = report.pages(all_rows.read(results(new + collective(1 << 10, {"nccl": 0.012, "tdkernels": 0.006}))))
+    assert "## Collectives" in both["tables/collectives.md"] and "## All-reduce with" in both["tables/collectives.md"]
+    alone = [row for row in rows.norms if row["method"] == "all-reduce"]
+    assert all(row["speedup"] is None and row["efficiency"] is None for row in alone)
+
+
 def test_plots_are_deterministic(results, tmp_path):
     pytest.importorskip("matplotlib")
     rows = []
@@ -313,6 +341,15 @@ def test_table_of_tuned_configs():
     assert lines[-2] == "| ep_combine | 8x4 | static | 2.000 | – | 1.50 | 1.000 | – | yes | num warps 4 |"
     assert lines[-1].endswith("| host | torch |")
     assert tuned_report.text([]) == ""
+
+
+def test_old_baseline_of_flash_decode_is_marked():
+    row = {"what": "chosen", "op": "flash_decode", "shape": "8x4", "layout": "dense", "ms": 2.0, "sequence_ms": 3.0,
+           "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
+           "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}
+    rows = row, {**row, "baseline": "flash attention"}, {**row, "op": "ag_attention"}
+    speedups = [line.split(" | ")[4] for line in tuned_report.text(list(rows)).splitlines()[-3:]]
+    assert speedups == ["1.50 †", "1.50", "1.50"]
 
 
 def solo_row(shape, method, time, link=390.0, config=None, date="2026-01-01", direction="forward"):

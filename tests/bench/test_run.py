@@ -16,6 +16,7 @@ import torch.distributed as dist
 import tdkernels
 from bench import run as bench_run
 from bench.collectives import cases as collectives
+from bench.collectives import norm
 from bench.core import graphs, harness, measure
 from bench.dense import peers
 from bench.dense.operators import Case
@@ -362,6 +363,29 @@ def test_message_sizes_and_wire_bytes():
     assert wire == {"all_gather": 3072, "reduce_scatter": 3072, "all_reduce": 6144}
     assert collectives.Case("reduce_scatter", 1002, 4).why_not() == "1002 bytes are no multiple of 8"
     assert collectives.Case("all_reduce", 1002, 4).why_not() is None
+
+
+def test_rehearsal_of_norms(tmp_path):
+    options = ["--config", '{"num_warps": 2}', "--out", str(tmp_path / "out")]
+    code, out, err = run_python("-m", "tdkernels", "bench", "all_reduce_layer_norm", *options, cwd=tmp_path)
+    assert code == 0, err
+    methods = "sequence", "all-reduce", "tdkernels", "tdkernels-default", "tdkernels-one-shot", "tdkernels-two-shot"
+    for shape in ("1x64", "5x48"):
+        for method in methods:
+            assert f"all_reduce_layer_norm {shape}: " in out and re.search(rf"│ {shape} +│ {method} +│", out), method
+    assert "sequence-compiled (absent: " in out and 'tdkernels c1 {"num_warps": 2}' in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shapes_of_norms(capsys):
+    assert norm.parse_shapes("16x8192,1x64,16x8192") == [(16, 8192), (1, 64)]
+    assert (1, 4096) in norm.SHAPES and (2048, 16384) in norm.SHAPES and len(norm.SHAPES) == 33
+    assert norm.Case("all_reduce_rms_norm", 8, 512, 4).wire_bytes == 2 * 3 * 8 * 512 * 2 // 4
+    for words, message in (
+        (["all_reduce_rms_norm", "--shapes", "16"], "ROWSxHIDDEN such as 16x8192, not '16'"),
+        (["all_reduce_rms_norm", "all_reduce"], "all_reduce_rms_norm and all_reduce_layer_norm cannot be combined"),
+    ):
+        assert main(["bench", *words]) == 2 and message in capsys.readouterr().err
 
 
 def test_run_py_is_the_bench_command(tmp_path):

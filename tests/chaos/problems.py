@@ -22,8 +22,14 @@ from tests.ops.attention.flash_decode.oracle import CACHES, Decode
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.attention.ulysses.cases import Projection
 from tests.ops.collectives import cases as collective
+from tests.ops.collectives.norm_oracle import NormCase, normalized
+from tests.ops.collectives.norm_oracle import config_of as norm_config_of
 from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVE_VARIANTS
+from tests.ops.collectives.test_norm import VARIANTS as NORM_VARIANTS
 from tests.ops.dense.cases import config_for
+from tests.ops.dense.gemm_ar_norm_cases import CONFIGS as GEMM_NORM_CONFIGS
+from tests.ops.dense.gemm_ar_norm_oracle import NormCase as GemmNormCase
+from tests.ops.dense.gemm_ar_norm_oracle import exact_norm
 from tests.ops.experts.dispatch.all_to_all_cases import AllToAllCase
 from tests.ops.experts.dispatch.cases import expected_gradients_of_combine
 from tests.ops.experts.dispatch.oracle import Routed
@@ -264,6 +270,56 @@ class NamedResults(Problem):
             assert_near(name, got, expected[name])
 
 
+class ReducedNorm(NamedResults):
+    SHAPES = [(5, 3), (7, 3), (4, 5), (30, 33)]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        self.case = NormCase(operator, self.SHAPES[shape], FP32, seed)
+        self.own = {name: operand.requires_grad_() for name, operand in zip("xswb", self.case.operands(), strict=True)}
+        self.options, self.group, self.results = {"config": norm_config_of(changes)}, group, {}
+        generator = torch.Generator().manual_seed(seed + 50)
+        self.gradients = [torch.randn(self.SHAPES[shape], generator=generator) for _ in "yr"]
+
+    def _call(self):
+        x, residual, weight, bias = self.own.values()
+        y, r = getattr(tdkernels, self.case.operator)(
+            x, residual, weight, bias=bias, eps=1e-3, group=self.group, **self.options
+        )
+        return {"y": y, "r": r}, [gradient.to(device()) for gradient in self.gradients]
+
+    def _gradients(self):
+        return {f"d{name}": operand.grad for name, operand in self.own.items()}
+
+    def _expected(self):
+        r, weight, bias = (
+            operand.detach().double().requires_grad_() for operand in (self.case.r(), self.case.weight, self.case.bias)
+        )
+        y = normalized(r, weight, bias, self.case.is_layer_norm)[0]
+        torch.autograd.backward([y, r], [gradient.double() for gradient in self.gradients])
+        return {"y": y, "r": r, "dx": r.grad, "ds": r.grad, "dw": weight.grad, "db": bias.grad}
+
+
+class ReducedProductNorm(NamedResults):
+    SHAPES = [(5, 3, 7), (7, 3, 7), (4, 40, 9), (18, 33, 5)]  # rows, n, k of a rank; the last two have several tiles
+
+    def __init__(self, operator, changes, shape, seed, group):
+        self.case = GemmNormCase(operator, FP32, *self.SHAPES[shape], seed=seed)
+        self.options, self.group, self.results = {"config": GEMM_NORM_CONFIGS[changes]}, group, {}
+
+    def _call(self):
+        y, r = self.case.call(**self.options)
+        return {"y": y, "r": r}, [self.case.dy, self.case.dr]
+
+    def _gradients(self):
+        return {f"d{name}": operand.grad for name, operand in self.case.operands().items()}
+
+    def _expected(self):
+        case, r = self.case, self.case.expected_sum()
+        y = exact_norm(r, case.norm_weight, case.norm_bias, case.eps, case.is_layer_norm)
+        gradients = case.expected_gradients(r, "yr")
+        return {"y": y, "r": r, **{f"d{name}": gradient for name, gradient in gradients.items()}}
+
+
 class ExpertParallelLayer(NamedResults):
     SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # (width, hidden); all ranks must pass the same width
 
@@ -397,6 +453,10 @@ def _table():
         table[f"{operator} {next(iter(changes.values()))}"] = Dense, operator, changes
     for operator, changes in COLLECTIVE_VARIANTS:
         table[f"{operator} {changes.get('exchange', 'one_shot')}"] = Collective, operator, changes
+    for operator, changes in NORM_VARIANTS:
+        table[f"{operator} {changes.get('exchange', 'one_shot')}"] = ReducedNorm, operator, changes
+    table["gemm_ar_rms_norm fused"] = ReducedProductNorm, "gemm_ar_rms_norm", "fused"
+    table["gemm_ar_layer_norm fused, split K"] = ReducedProductNorm, "gemm_ar_layer_norm", "fused, split K"
     capacity, bound = {"max_tokens": CAPACITY}, {"max_tokens_per_rank": MAX_TOKENS}
     table |= {
         "all_to_all": (AllToAll, "all_to_all", {}),

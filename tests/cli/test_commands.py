@@ -221,6 +221,17 @@ def test_show_and_path(folder, capsys):
     assert capsys.readouterr().out.strip() == str(folder)
 
 
+def test_show_omits_the_speedup_over_another_baseline(capsys):
+    """An entry whose baseline was replaced by a better one keeps its time in the file."""
+    for baseline, speedup in (("", "?"), ("flash attention", "2.25")):
+        disk_cache.store([make_entry("flash_decode", plain_ms=2.25, baseline=baseline)])
+        assert main(["cache", "show", "flash_decode"]) == 0
+        out = capsys.readouterr().out
+        assert speedup in out and ("2.25" in out) == (speedup == "2.25")
+    disk_cache.store([make_entry("retired_operator", plain_ms=2.25)])
+    assert main(["cache", "show"]) == 0
+
+
 def test_show_as_json_and_by_number_of_ranks(capsys):
     disk_cache.store([make_entry(shape=(8192, 11, 22))])
     ranks = make_entry().problem.world_size

@@ -50,14 +50,14 @@ def _out(dtype, layout):
 
 def compile_gemm(
     kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, weights=1, layout=None,
-    **constants
+    tiles=None, **constants
 ):
-    """Compile a GEMM kernel with the arguments of its launcher, by default for a large shape.
+    """Compile a GEMM kernel with the arguments of its launcher, by default for a large shape and with its tiles.
 
     ``layout``: of scaled operands (``scaling.layout_of``).
     """
     rows, n, k = shape
-    tiles = tiles_for(arch, dtype)
+    given, tiles = tiles, tiles or tiles_for(arch, dtype)
     if layout is not None:
         tiles = scaled_tiles(tiles, layout, torch.device("cuda"))
     out, scales = _out(dtype, layout), [pointer(FP32)] * 2 if layout else [None] * 2
@@ -95,7 +95,7 @@ def compile_gemm(
         multinode = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
         constants = {"SLICE_N": slice_columns(tiles), **multinode, **constants}
     elif kernel in DIRECT_KERNELS:
-        tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
+        tiles = given or replace(tiles, num_stages=min(tiles.num_stages, 3))
         split = gemm_ar_split if kernel is gemm_ar_direct_kernel else gemm_rs_split
         sent = descriptor(out, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
         args = [ctx, x, rows_desc, weight, weight_desc, bias, *scales, output, *[sent] * 4, *[None] * 4]

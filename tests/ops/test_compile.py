@@ -83,6 +83,23 @@ class Collectives(nn.Module):
         return tdkernels.all_gather(rows.sin(), config=self.config) + tdkernels.all_reduce(x, config=self.config)
 
 
+class ReducedNorms(nn.Module):
+    """A residual stream: all_reduce_rms_norm without a residual, then all_reduce_layer_norm of its results."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.randn(HIDDEN))
+        self.bias = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x):
+        y, r = tdkernels.all_reduce_rms_norm(x, None, self.weight, config=self.config)
+        y, r = tdkernels.all_reduce_layer_norm(y.sin(), r, self.weight, self.bias, config=self.config)
+        with torch.no_grad():
+            codes, _, scale = tdkernels.all_reduce_rms_norm(x, r, self.weight, quantize="fp8", config=self.config)
+        return y.sin() + r + codes.to(r.dtype) * scale
+
+
 class Decoder(nn.Module):
     """flash_decode over a cache that is sharded along the sequence, paged or not."""
 
@@ -220,6 +237,10 @@ def opcheck_dense():
     opcheck("all_gather", x, group, "")
     opcheck("reduce_scatter", x, group, "")
     opcheck("all_reduce", x, group, "")
+    assert tdkernels.all_reduce_rms_norm  # imports the module that registers the next operators
+    for keep in (False, True):
+        opcheck("all_reduce_norm", x, x, weight[0], None, "all_reduce_rms_norm", 1e-6, keep, group, "")
+    opcheck("all_reduce_norm_fp8", x, None, weight[0], weight[1], "all_reduce_layer_norm", 1e-6, group, "")
     opcheck("gemm_rs_backward", dy[:3].contiguous(), x, weight, [], True, True, True, group, "")
 
 
@@ -268,6 +289,8 @@ CASES = {
     "ReplicatedMlp": (ReplicatedMlp, None),
     "ReplicatedMlp, one shot": (ReplicatedMlp, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
     "Collectives": (Collectives, None),
+    "ReducedNorms": (ReducedNorms, None),
+    "ReducedNorms, torch": (ReducedNorms, tdkernels.AllReduceNormConfig(method="torch")),
     "Collectives, blocks": (Collectives, tdkernels.CollectiveConfig(num_programs=2, block_bytes=1024)),
     "Decoder": (Decoder, None),
     "PagedDecoder": (PagedDecoder, tdkernels.FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)),
@@ -289,8 +312,8 @@ CASES = {
 }
 # CPU ranks compile slowly, so they run one case of each kind.
 COVERING = (
-    "Mlp", "ReplicatedMlp, one shot", "Collectives", "PagedDecoder", "Attention", "Decoder, torch", "Attention, torch",
-    "TensorParallelExperts, two stages", "ExpertParallelExperts", "ExpertParallelExperts, torch",
+    "Mlp", "ReplicatedMlp, one shot", "Collectives", "ReducedNorms", "PagedDecoder", "Attention", "Decoder, torch",
+    "Attention, torch", "TensorParallelExperts, two stages", "ExpertParallelExperts", "ExpertParallelExperts, torch",
 )
 
 

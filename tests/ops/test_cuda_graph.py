@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tests.ops.collectives import cases as collective
+from tests.ops.collectives import norm_cases as norms
 from tests.support.dense_oracle import OPERATORS, Case
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 
@@ -148,6 +149,42 @@ def replays_collective(operator, changes):
 @each_collective
 def test_replay_collective(world_size, operator, changes):
     on_ranks(world_size, replays_collective, operator, changes)
+
+
+def _copy_operands(operands, case):
+    for operand, fresh in zip(operands, case.operands(), strict=True):
+        operand.copy_(fresh)
+
+
+def replays_norm(operator, changes):
+    """Check r and y of each replay, with and without quantization, and eager calls in between."""
+    operands = norms.NormCase(operator, (20, 1000), torch.bfloat16).operands()
+    case = norms.NormCase(operator, (20, 1000), torch.bfloat16)
+    for quantize in (None, "fp8"):
+        case.call(changes, quantize, operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls = [(case.call(changes, None, operands), case.call(changes, "fp8", operands)) for _ in range(2)]
+    for seed in range(1, 6):
+        case = norms.NormCase(operator, (20, 1000), torch.bfloat16, seed)
+        _copy_operands(operands, case)
+        for output in (output for plain, quantized in calls for output in (*plain, *quantized)):
+            output.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        tdkernels.synchronize()
+        for plain, quantized in calls:
+            case.check(plain)
+            case.check_fp8(quantized, plain[0])
+            norms.has_same_bits_on_all_ranks((*plain, *quantized))
+        norms.computes(operator, torch.bfloat16, [(20, 1000), (3, 48)], changes, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("exchange", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("operator", norms.OPERATORS)
+def test_replay_norm(operator, exchange, world_size):
+    on_ranks(world_size, replays_norm, operator, {"exchange": exchange, "num_warps": 4, "num_programs": 16})
 
 
 # ---- dense operators ----

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.ops.collectives.config import default_config
+from tdkernels.ops.collectives.norm.config import default_config as default_norm_config
+from tdkernels.ops.collectives.norm.reference import norm_ref
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -183,6 +185,34 @@ def test_collective(world_size, operator, exchange, elements):
 @pytest.mark.parametrize("operator, exchange", COLLECTIVES)
 def test_back_to_back_collectives(world_size, operator, exchange, elements):
     on_ranks(world_size, back_to_back_calls_are_exact, operator, exchange, elements)
+
+
+def norm_is_exact(operator, exchange, rows, hidden):
+    """Check r exactly and y within its rounding, with several programs per row and with several rows per signal."""
+    torch.manual_seed(dist.get_rank())
+    shared_rng = torch.Generator(device()).manual_seed(0)
+    default = default_norm_config(rows, hidden, BF16, dist.get_world_size(), device(), exchange)
+    others = [{"row_programs": 4, "piece_rows": 3, "num_programs": 9}, {"num_warps": 4, "num_programs": 600}]
+    for repeat in range(REPEATS):
+        config = dataclasses.replace(default, **[{}, *others][repeat % 3])
+        x = ternary(rows, hidden)
+        residual, weight = (
+            torch.randint(-1, 2, size, device=device(), generator=shared_rng).to(BF16) for size in (x.shape, (hidden,))
+        )
+        poison_and_skew(repeat)
+        y, r = getattr(tdkernels, operator)(x, residual, weight, eps=1e-5, config=config)
+        tdkernels.synchronize()
+        check("r", r, (expected_output("all_reduce", x).float() + residual.float()).to(BF16))
+        exact = norm_ref(r.float(), weight.float(), None, 1e-5, operator == "all_reduce_layer_norm")
+        torch.testing.assert_close(y.float(), exact, rtol=2.0**-8, atol=2.0**-16)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("rows, hidden", [(1, 8192), (64, 16384), (301, 1001), (2048, 4096)])
+@pytest.mark.parametrize("exchange", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("operator", ["all_reduce_rms_norm", "all_reduce_layer_norm"])
+def test_norm(world_size, operator, exchange, rows, hidden):
+    on_ranks(world_size, norm_is_exact, operator, exchange, rows, hidden)
 
 
 # Partials of gemm_rs and gemm_ar are sent in bf16, which represents integers up to 256 exactly. With K / W of 2048 this

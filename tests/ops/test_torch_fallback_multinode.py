@@ -52,6 +52,32 @@ def _experts():
     return operands, call, reference, tdkernels.MoeTpConfig()
 
 
+def _norm():
+    def operands(rank):
+        return [_randn(rank, 3, 16), _randn(10, 3, 16), _randn(11, 16)]
+
+    def call(*own, **options):
+        return torch.cat(tdkernels.all_reduce_rms_norm(*own, **options))
+
+    def reference(*own, **options):
+        return torch.cat(tdkernels.all_reduce_rms_norm_ref(*own, **options))
+
+    return operands, call, reference, tdkernels.AllReduceNormConfig()
+
+
+def _norm_of_product():
+    def operands(rank):
+        return [_randn(rank, 3, 8), _randn(20 + rank, 16, 8), _randn(10, 3, 16), _randn(11, 16)]
+
+    def call(*own, **options):
+        return torch.cat(tdkernels.gemm_ar_rms_norm(*own, **options))
+
+    def reference(*own, **options):
+        return torch.cat(tdkernels.gemm_ar_rms_norm_ref(*own, **options))
+
+    return operands, call, reference, tdkernels.GemmArNormConfig()
+
+
 def _pipelined_attention():
     operands, call, reference, _ = _attention()
 
@@ -66,6 +92,8 @@ CASES = {
     "all_gather": lambda: _collective("all_gather"),
     "reduce_scatter": lambda: _collective("reduce_scatter"),
     "all_reduce": lambda: _collective("all_reduce"),
+    "all_reduce_rms_norm": _norm,
+    "gemm_ar_rms_norm": _norm_of_product,
     "ag_attention": _attention,
     "ag_attention, pipelined": _pipelined_attention,
     "ulysses_qkv": lambda: _ulysses("ulysses_qkv", 16, 12),

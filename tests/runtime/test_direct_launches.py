@@ -12,9 +12,10 @@ from tdkernels.ops.attention.ag_attention import launch as attention_launch
 from tdkernels.ops.attention.flash_decode import launch as decode_launch
 from tdkernels.ops.attention.ulysses import launch_qkv
 from tdkernels.ops.collectives import launch as collective_launch
+from tdkernels.ops.collectives.norm import launch as norm_launch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
-from tdkernels.runtime import kernel_launch
+from tdkernels.runtime import gpu, kernel_launch
 from tdkernels.runtime.recorder import Recorder, record
 from tests.runtime.test_call_cache import CONFIGS, K, cached_calls, check_call, draw, operands_of
 from tests.support.ranks import a_group, device, on_ranks
@@ -26,7 +27,8 @@ def is_direct(operator, tensors, group, **options):
     with pytest.MonkeyPatch.context() as patch:
         recording_bind = lambda *args, **options: lookups.append(args) or original(*args, **options)  # noqa: E731
         patch.setattr(decode_launch, "bind", recording_bind)
-        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch, decode_launch, attention_launch):
+        modules = gemm_operands, collective_launch, norm_launch, launch_qkv, grouped_launch
+        for module in (*modules, decode_launch, attention_launch):
             cached = module.launch_cached
             recording = lambda *args, cached=cached, **o: lookups.append(args) or cached(*args, **o)  # noqa: E731
             patch.setattr(module, "launch_cached", recording)
@@ -132,6 +134,23 @@ def ag_attention(group):
     assert outputs[2][1].shape == q.shape[:3]
 
 
+def all_reduce_rms_norm(group):
+    residual, weight, bias = draw(1, 6, K).bfloat16(), draw(2, K).bfloat16(), draw(3, K).bfloat16()
+    for residual_of_call, options in ((residual, {}), (None, {"bias": bias}), (residual.view(2, 3, K), {})):
+        shape = (6, K) if residual_of_call is None else residual_of_call.shape
+        xs = [draw(10 * seed + dist.get_rank(), *shape).bfloat16() for seed in range(4)]
+        seen = [is_direct("all_reduce_rms_norm", (x, residual_of_call, weight), group, **options) for x in xs]
+        assert seen == [False, False, True, True]
+    strided = residual.t().contiguous().t()
+    seen = [is_direct("all_reduce_rms_norm", (xs[0].view(6, K), strided, weight), group) for _ in range(3)]
+    assert seen == [False] * 3, "the residual is copied"
+    for _ in range(4):
+        codes, _, scale = tdkernels.all_reduce_rms_norm(xs[0], None, weight, quantize="fp8", group=group)
+        assert codes.shape == xs[0].shape and codes.dtype == gpu.e4m3_dtype(device())
+        y, _ = tdkernels.all_reduce_rms_norm_ref(xs[0], None, weight, group=group)
+        torch.testing.assert_close(codes.float() * scale, y.float(), rtol=0.07, atol=0.02)
+
+
 def with_a_group(check):
     with a_group() as group, autotune.mode("off"):
         check(group)
@@ -140,7 +159,7 @@ def with_a_group(check):
 
 @pytest.mark.parametrize(
     "check",
-    [ulysses_qkv, group_gemm, flash_decode, ag_attention],
+    [ulysses_qkv, group_gemm, flash_decode, ag_attention, all_reduce_rms_norm],
 )
 def test_other_operators_launch_directly(check):
     on_ranks(2, with_a_group, check)

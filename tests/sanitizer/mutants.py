@@ -63,6 +63,16 @@ _NOTIFY = (
     "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
 )
 
+# The steps of all_reduce_rms_norm for a piece of a row.
+_SEND_PIECE = "        _send_to_all(ctx, slot, values, columns, mask & sent, me, RANKS, DTYPE)\n"
+_NOTIFY_PIECE = (
+    "        # waiter: the programs of every peer that receive this row\n"
+    "        td.notify_all(ctx, signals + (me * tl.cast(rows, tl.int64) + row) * pieces + piece, signal)\n"
+)
+
+# The wait of gemm_ar_rms_norm for the tiles of a row.
+_AWAIT_TILES = "        td.wait_plan_all(ctx, signals, tiles_m, signal, WITH_OWN=True)\n"
+
 # The letters refer to the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
@@ -106,6 +116,32 @@ MUTANTS = {
         "ag_gemm push", "tdkernels.lang.signals", "wait_plan",
         "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
         "kernel_async_all_gather.py",
+    ),
+    "the signal of a piece of a row is sent before the piece": Mutant(
+        "all_reduce_rms_norm one_shot", "tdkernels.ops.collectives.norm.kernel", "_send_pieces",
+        f"{_SEND_PIECE}{_NOTIFY_PIECE}", f"{_NOTIFY_PIECE}{_SEND_PIECE}", "rank_reduce.py",
+    ),
+    "rows of peers are normalized before they have arrived": Mutant(
+        "all_reduce_layer_norm two_shot", "tdkernels.ops.collectives.norm.kernel", "all_reduce_norm_two_shot_kernel",
+        "td.wait_plan_all(ctx, signals + RANKS * rounds + round_, rounds, signal)", "pass", "kernel.py",
+    ),
+    "every tile of a row sends the signal of the row": Mutant(
+        "gemm_ar_rms_norm fused", "tdkernels.ops.dense.gemm_ar_norm.kernel", "_multiply",
+        "if td.is_last_arriver(td.flag_at(ctx, tiles_m * tiles_n + tile_m), tiles_n):", "if tile_m >= 0:",
+        "rank_reduce.py",
+    ),
+    "a row is normalized before its tiles have arrived": Mutant(
+        "gemm_ar_layer_norm fused, split K", "tdkernels.ops.dense.gemm_ar_norm.kernel", "_receive_row",
+        f"{_AWAIT_TILES}        r = _rounded_sum(", "        pass\n        r = _rounded_sum(", "rank_reduce.py",
+    ),
+    "a long row is normalized before its tiles have arrived": Mutant(
+        "gemm_ar_rms_norm fused, wide", "tdkernels.ops.dense.gemm_ar_norm.kernel", "_receive_row",
+        f"{_AWAIT_TILES}        for start in", "        pass\n        for start in", "rank_reduce.py",
+    ),
+    "a program does not wait for the tiles of its own rank": Mutant(
+        "gemm_ar_layer_norm fused, shared rows", "tdkernels.ops.dense.gemm_ar_norm.kernel", "_receive_row",
+        f"{_AWAIT_TILES}        r = _rounded_sum(", f"{_AWAIT_TILES.replace('WITH_OWN=True', 'WITH_OWN=False')}"
+        "        r = _rounded_sum(", "rank_reduce.py",
     ),
     "is_last_arriver is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang.signals", "is_last_arriver",

@@ -5,7 +5,10 @@ import torch
 
 from tdkernels.lang import memory
 from tdkernels.sanitizer import RaceError, record
+from tests.ops.collectives import norm_cases
+from tests.ops.dense import gemm_ar_norm_cases
 from tests.ops.dense.cases import config_for
+from tests.ops.dense.gemm_ar_norm_oracle import NormCase
 from tests.ops.dense.scaled_cases import ScaledCase
 from tests.sanitizer.mutants import MUTANTS, mutated
 from tests.support.dense_oracle import Case
@@ -17,7 +20,19 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs 
 
 
 def run_calls(variant, number, backward):
-    """Call a dense operator without checking its results, which some mutants make wrong."""
+    """Call an operator without checking its results, which some mutants make wrong."""
+    if variant.function is norm_cases.computes:
+        operator, dtype, (shape,), changes = variant.args
+        case = norm_cases.NormCase(operator, shape, dtype)
+        for _ in range(number):
+            case.call(changes)
+        return
+    if variant.function is gemm_ar_norm_cases.computes:
+        operator, dtype, (shape,), config = variant.args
+        case = NormCase(operator, dtype, *shape)
+        for _ in range(number):
+            case.call(config=gemm_ar_norm_cases.CONFIGS[config])
+        return
     if variant.function is scaled:
         operator, scaling, changes = variant.args
         case = ScaledCase(operator, *SCALED_SHAPE, (scaling, scaling))

@@ -15,9 +15,12 @@ from tests.ops.attention.flash_decode import cases as decoding
 from tests.ops.attention.flash_decode.oracle import enlarge as of_sequences
 from tests.ops.attention.ulysses import cases as sequence_parallel
 from tests.ops.collectives import cases as collective
+from tests.ops.collectives import norm_cases as norms
 from tests.ops.collectives import quantized_cases as quantized
 from tests.ops.collectives.test_collectives import VARIANTS as COLLECTIVES
+from tests.ops.collectives.test_norm import VARIANTS as NORMS
 from tests.ops.dense import cases as dense
+from tests.ops.dense import gemm_ar_norm_cases as gemm_norms
 from tests.ops.dense import scaled_cases as dense_scaled
 from tests.ops.dense import test_dim_and_lists as dim_and_lists
 from tests.ops.dense import test_main_grad as main_grad
@@ -110,9 +113,20 @@ ONE_NODE = {
     **{
         f"{op} wire": Variant(op, 3, wire.computes, (op, FP32, [(20, 9, 130)], 2), 2) for op in ("ag_gemm", "gemm_rs")
     },
+    **{
+        f"{op} {config}": Variant(op, 3, gemm_norms.computes, (op, FP32, [shape], config), 2)
+        for op, shape, config in (
+            ("gemm_ar_rms_norm", (18, 70, 7), "fused"), ("gemm_ar_layer_norm", (5, 33, 70), "fused, split K"),
+            ("gemm_ar_layer_norm", (2, 33, 9), "fused, shared rows"), ("gemm_ar_rms_norm", (1, 1100, 3), "fused, wide"),
+        )
+    },
     "all_reduce quantized": Variant(
         "all_reduce", 3, quantized.computes, (FP32, [(3400,)], quantized.SMALL_CHUNKS), 2
     ),
+    **{
+        f"{op} {changes.get('exchange', 'one_shot')}": Variant(op, 3, norms.computes, (op, FP32, [(7, 70)], changes), 4)
+        for op, changes in NORMS
+    },
     "all_to_all": Variant("all_to_all", 3, all_to_all_cases.moves, (_ROWS, 2, None), 2),
     "all_to_all low latency": Variant("all_to_all", 3, all_to_all_low_latency_cases.moves, (_ROWS, 2, None), 2),
     **{
@@ -127,6 +141,9 @@ ONE_NODE = {
     "tp_moe": Variant("tp_moe", 3, tensor_experts.computes, (_SLICED, "default")),
     "tp_moe three stages": Variant("tp_moe", 3, tensor_experts.computes, (_SLICED, "three stages")),
     "flash_decode": Variant("flash_decode", 3, decoding.computes, (of_sequences(_DECODE), "small blocks")),
+    "flash_decode in chunks": Variant(
+        "flash_decode", 3, decoding.computes, (of_sequences(dict(_DECODE, keys=40)), "chunks"), 2
+    ),
     "ag_attention": Variant("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
     "ag_attention large chunks": Variant(
         "ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")

@@ -66,6 +66,10 @@ class CollectiveConfig:
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps}"
         return None
 
+    def variant_reason(self) -> str | None:
+        """Return why a sum depends on its place in the tensor with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
 
 def default_config(
     operator: str, nbytes: int, world_size: int, device: "torch.device", exchange: str | None = None

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from tdkernels.autotune import tunable as tunables
+from tdkernels.autotune.invariance import check_invariant, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives import quantized
@@ -95,8 +96,13 @@ def _run_by(config, operator, x, group):
 def _config_for(operator, text, x, group):
     """Return the resolved config of a call: the config given as ``text``, or the selected one if it is empty."""
     if text:
-        return from_text(CollectiveConfig, text)
+        config = from_text(CollectiveConfig, text)
+        if operator != "all_gather":  # it only copies
+            check_invariant(operator, config)
+        return config
     if spans_nodes(group):
+        if operator != "all_gather":
+            reject_invariant(operator, "a group on several nodes")
         return CollectiveConfig(method="torch")
     tunable = tunables.tunable(operator)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.ops.collectives import launch_quantized
 from tdkernels.ops.collectives.config import CollectiveConfig, default_config
 from tdkernels.ops.common.config import as_argument, from_text
@@ -33,6 +34,7 @@ def _forward(x, quantize, group, config):
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
+    reject_invariant("all_reduce", f'quantize="{quantize}"')
     refuse_nodes(f'all_reduce with quantize="{quantize}"', group_state(group))
     if not x.numel():
         group_state(group).check_consensus_cached("all_reduce", launch_quantized.problem_fields(x, quantize))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,12 +10,20 @@ import torch
 from tdkernels.ops.common.tile_config import Tiles
 
 
+def _values(config):
+    """Return the fields of a dataclass as a dict."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
 def to_text(config: Any) -> str:
-    """Return a config as ``name=value`` pairs. The function only formats strings, so torch.compile can trace it."""
-    values = asdict(config)
+    """Return a config as ``name=value`` pairs. The function only formats strings, so torch.compile can trace it.
+
+    torch 2.11 cannot trace ``dataclasses.asdict``.
+    """
+    values = _values(config)
     tiles = values.pop("tiles", None)
     if tiles is not None:
-        values.update(tiles)
+        values.update(_values(tiles))
     return " ".join([f"{name}={value}" for name, value in values.items()])
 
 

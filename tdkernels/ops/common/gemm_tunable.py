@@ -14,8 +14,10 @@ import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
+from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaled_problem import (
     is_scaled,
     prefers_torch_gemm,
@@ -24,7 +26,7 @@ from tdkernels.ops.common.scaled_problem import (
     why_not_scaled,
 )
 from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, scaled_linear
-from tdkernels.ops.common.tile_config import Tiles, scaled_candidates, scaled_tiles
+from tdkernels.ops.common.tile_config import Tiles, invariant_tiles, scaled_candidates, scaled_tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
@@ -55,8 +57,8 @@ _PIECE_FLOPS = 1e11
 class DenseTunable(ConfigTunable):
     """Base class of the tunables of ag_gemm, gemm_rs and gemm_ar.
 
-    A subclass also defines ``of_a_rank``, the sizes for its ``default_config``, and ``operand_sizes``, the sizes of the
-    operands of a rank.
+    A subclass also defines ``of_a_rank``, the sizes for its ``default_config``, ``operand_sizes``, the sizes of the
+    operands of a rank, and ``invariant_config``, the config of the batch-invariant mode without tiles.
 
     Attributes:
         divided: Indices of the sizes that the ranks divide.
@@ -78,6 +80,8 @@ class DenseTunable(ConfigTunable):
         def of_a_rank(self, problem: "Problem") -> tuple[int, ...]: ...
 
         def operand_sizes(self, problem: "Problem") -> tuple[int, ...]: ...
+
+        def invariant_config(self, problem: "Problem", device: torch.device) -> Any: ...
 
     def goes_in_graphs(self, problem: "Problem") -> bool:
         return True
@@ -105,11 +109,23 @@ class DenseTunable(ConfigTunable):
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if not _leaves_tiles_open(config):
             return config
-        config = replace(config, tiles=self.default(problem, device).tiles)
+        if is_batch_invariant():
+            return self._with_tiles(config, self.invariant(problem, device).tiles, problem, device)
+        return self._with_tiles(config, self.default(problem, device).tiles, problem, device)
+
+    def _with_tiles(self, config, tiles, problem, device):
+        """Return the config with these tiles, or with fewer stages."""
+        config = replace(config, tiles=tiles)
         while config.illegal(device, problem.torch_dtype) and config.tiles.num_stages > 1:
             # Other fields of the config may need shared memory, too.
             config = replace(config, tiles=replace(config.tiles, num_stages=config.tiles.num_stages - 1))
         return config
+
+    def invariant(self, problem: "Problem", device: torch.device) -> Any:
+        if problem.num_nodes > 1:
+            reject_invariant(self.name, "a group on several nodes")
+        tiles = invariant_tiles(problem.torch_dtype, device, problem.layout if is_scaled(problem) else None)
+        return self._with_tiles(self.invariant_config(problem, device), tiles, problem, device)
 
     def default(self, problem: "Problem", device: torch.device) -> Any:
         config = self.default_of(problem, device)
@@ -233,6 +249,13 @@ def call_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
     return x.shape, weight.shape, weight.stride()
 
 
+def explicit_config(operator: str, text: str) -> Any:
+    """Return the config given as ``text``, and raise ValueError if it is not allowed in the batch-invariant mode."""
+    config = from_text(tunables.tunable(operator).config_class, text)  # type: ignore[attr-defined]
+    check_invariant(operator, config)
+    return config
+
+
 def config_for(
     operator: str, text: str, x: torch.Tensor, weight: torch.Tensor, group: "dist.ProcessGroup",
     fields: Callable[[], dict[str, Any]], scales: Scales | None = None,
@@ -257,8 +280,9 @@ def config_for(
     if not text:
         call = call_of(x, weight) if scales is None else (*call_of(x, weight), scales.key)
         return select(operator, x, group, call, lambda: (*problem(), fields())).config
-    tunable = tunables.tunable(operator)
-    config = from_text(tunable.config_class, text)  # type: ignore[attr-defined]
+    if is_batch_invariant() and spans_nodes(group):
+        reject_invariant(operator, "a group on several nodes")
+    tunable, config = tunables.tunable(operator), explicit_config(operator, text)
     if not _leaves_tiles_open(config):
         return config
     return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)  # type: ignore[call-arg]

@@ -145,6 +145,15 @@ def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -
     return LARGE
 
 
+def invariant_tiles(dtype: torch.dtype, device: torch.device, layout: str | None = None) -> Tiles:
+    """Return the tile of the batch-invariant mode: the same for all shapes.
+
+    ``layout`` is the layout of fp8 operands, see ``scaling.layout_of``, or None.
+    """
+    tiles = default_tiles(128, 128, dtype, device)
+    return tiles if layout is None else scaled_tiles(tiles, layout, device)
+
+
 def tiles_of_product(
     rows: int, n: int, shards: int, waves: float, dtype: torch.dtype, device: torch.device
 ) -> Tiles:

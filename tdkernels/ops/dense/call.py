@@ -4,10 +4,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
-
 from tdkernels.ops.common.config import as_argument, with_config
-from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
+from tdkernels.ops.dense.local import linear
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
 
@@ -36,7 +35,9 @@ def forward(
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
-        return F.linear(x, weight, bias)
+        if config:
+            explicit_config(operator, config)
+        return linear(x, weight, bias)
     if not x.shape[0]:
         group_state(group).check_consensus_cached(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])

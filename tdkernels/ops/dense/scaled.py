@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument, check_config, with_config
-from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaling import Scales, check_scaled_operands, invalid_tiles, scaled_linear
 from tdkernels.ops.common.torch_collectives import all_gather_rows, all_reduce, reduce_scatter_rows
@@ -30,6 +31,7 @@ from tdkernels.ops.dense.gemm_ar import launch as gemm_ar_launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
+from tdkernels.ops.dense.local import linear_of_scaled
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
@@ -119,6 +121,7 @@ def run(
 def _resolved(operator, x, weight, scales, group, text):
     """Return the config of a call: the one given as ``text``, or the selected one."""
     if spans_nodes(group):
+        reject_invariant(operator, "a group on several nodes")
         return _OPERATORS[operator].config_class(method="torch")
     fields = lambda: _OPERATORS[operator].launch.problem_fields(x, weight, scales)  # noqa: E731
     return config_for(operator, text, x, weight, group, fields, scales)
@@ -133,7 +136,9 @@ def _forward(operator):
         group = torch_op.group_by_name(group)
         of = _OPERATORS[operator]
         if group.size() == 1:
-            return scaled_linear(x, weight, bias, scales)
+            if config:
+                explicit_config(operator, config)
+            return linear_of_scaled(x, weight, bias, scales)
         fields = of.launch.problem_fields(x, weight, scales)
         if not x.shape[0]:
             group_state(group).check_consensus_cached(operator, fields)

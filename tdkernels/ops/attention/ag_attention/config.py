@@ -86,6 +86,10 @@ class AgAttentionConfig:
             return f"num_comm_sms must leave some of the {gpu.num_sms(device)} free, not be {self.num_comm_sms}"
         return None
 
+    def variant_reason(self) -> str | None:
+        """Return why the result of a query depends on other batch entries with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
 
 def _default_tiles(widest, dtype, device):
     """Return (block_q, block_k, num_warps, num_stages) for the forward, for dq, and for dk and dv."""

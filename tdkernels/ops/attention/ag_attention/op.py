@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.ag_attention import launch, launch_dq, pipelined
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
@@ -170,10 +171,13 @@ def _without_padding(x, width):
 
 def _select_config(q, k, v, causal, scale, sharding, group):
     """Select a config for a call without one; None means the heuristic."""
+    if is_batch_invariant() and not spans_nodes(group):
+        return AgAttentionConfig()  # the defaults of its open fields depend on S / W, and not on B
     ranks = group.size()
     if ranks == 1 or not q.shape[1]:
         return None  # there is nothing to tune
     if spans_nodes(group):
+        reject_invariant("ag_attention", "a group on several nodes")
         return AgAttentionConfig(method="torch")
 
     def describe():
@@ -187,9 +191,9 @@ def _select_config(q, k, v, causal, scale, sharding, group):
 
 def _resolve_config(q, k, v, causal, scale, sharding, group, config):
     """Return the complete config of a call, after a consensus check of the call and the config."""
+    check_invariant("ag_attention", config)
     selected = config is None
-    if selected:
-        config = _select_config(q, k, v, causal, scale, sharding, group)
+    config = _select_config(q, k, v, causal, scale, sharding, group) if selected else config
     config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, selected)
     fields = with_config(launch.problem_fields(q, k, v, causal, sharding, scale), config)
     group_state(group).check_consensus_cached("ag_attention", fields)

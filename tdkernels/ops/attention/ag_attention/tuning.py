@@ -98,6 +98,8 @@ class AgAttentionTunable(ConfigTunable):
     def recordable(self, problem: "Problem", device: torch.device) -> AgAttentionConfig:
         return _of_forward(self.completed(AgAttentionConfig(), problem, device))
 
+    invariant = recordable
+
     def space(self, problem: "Problem", device: torch.device) -> list[AgAttentionConfig]:
         rows = problem.shape[1] // problem.world_size
         on_cpu = device.type == "cpu"

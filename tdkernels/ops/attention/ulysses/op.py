@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.ulysses import launch_out, launch_qkv
 from tdkernels.ops.attention.ulysses.config import UlyssesConfig
@@ -146,10 +147,12 @@ def _run_out(operator, o, weight, bias, batch, group, config, keep=False):
 
 
 def _forward_qkv(x, weight, bias, batch, group, config):
+    reject_invariant("ulysses_qkv")
     return _qkv("ulysses_qkv", x, weight, bias, batch, torch_op.group_by_name(group), config)
 
 
 def _forward_out(o, weight, bias, batch, keep, group, config):
+    reject_invariant("ulysses_out")
     group = torch_op.group_by_name(group)
     z, kept = _out("ulysses_out", o, weight, bias, batch, group, config, keep and group.size() > 1)
     return z, kept if keep and group.size() > 1 else o.new_empty(0)

@@ -11,8 +11,8 @@ Options are those of the uncompressed operator. The gathered x that is returned 
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, from_text, with_config
@@ -20,6 +20,7 @@ from tdkernels.ops.dense.ag_gemm import multi
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.launch_wire import pack_rows, unpack_rows
 from tdkernels.ops.dense.layout import by_segment, check_dim, gathered, segment_rows_of
+from tdkernels.ops.dense.local import linear
 from tdkernels.ops.dense.operand_lists import LISTS, as_lists, main_grads_of
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.ops.dense.wire import check_wire, check_wire_config
@@ -77,8 +78,9 @@ def _resolved(text):
 def _forward(x, weights, biases, segment_rows, return_gathered, wire, group, config):
     group = torch_op.group_by_name(group)
     if group.size() == 1:
-        ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return [*ys, *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
+    reject_invariant("ag_gemm", f'wire="{wire}"')
     config = _resolved(config)
     fields = _fields(x, weights, segment_rows, return_gathered, wire, config)
     if not x.shape[0]:

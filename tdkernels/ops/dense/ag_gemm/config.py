@@ -76,12 +76,21 @@ class AgGemmConfig:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         return self.tiles.illegal(device, dtype, self._store_bytes(device, dtype)) if self.tiles is not None else None
 
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
     def _store_bytes(self, device, dtype):
         """Return the shared memory for storing a tile besides the stages: its smallest column block."""
         if self.transport == "one_shot" or not gpu.has_tma(device) or dtype.itemsize > 2:
             return 0
         block = self.tiles.block_m * min(self.tiles.block_n, LEAST_STORE) * dtype.itemsize
         return blocks_in_memory(device) * block + BARRIER_BYTES
+
+
+def num_pushing(world_size: int) -> int:
+    """Return the default number of programs that push on a GPU."""
+    return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
 
 
 def default_config(
@@ -97,7 +106,7 @@ def default_config(
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
-    return AgGemmConfig(tiles=tiles, num_comm_sms=_NUM_COMM_SMS_OF_TWO if world_size == 2 else 24)
+    return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> AgGemmConfig:

@@ -24,17 +24,18 @@ the rows. The gradient of the gathered x is reduce-scattered and added to dx.
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
+from tdkernels.autotune.invariance import is_batch_invariant, reject_invariant
 from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers torch.ops.tdkernels.reduce_scatter
 from tdkernels.ops.common.config import as_argument, with_config
 from tdkernels.ops.common.gemm_operands import lies_as_kn
-from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment
+from tdkernels.ops.dense.local import linear
 from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
 from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -60,12 +61,16 @@ def _joined_on_meta(weights):
 
 
 def _products(full, weights, biases):
-    return [F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return [linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def _resolved(text, x, weights, biases, return_gathered, group, fields):
     """Return the config of a call: the one given as ``text``, or the selected one."""
     config = config_for("ag_gemm", text, x, _joined_on_meta(weights), group, fields)
+    if is_batch_invariant():
+        if return_gathered and not _is_one_launch(weights, biases, group, config):
+            reject_invariant("ag_gemm", "return_gathered with a call that is not one launch of the fused kernel")
+        return config
     if return_gathered and not text and config.method == "fused" and config.transport != "one_shot":
         if not _is_one_launch(weights, biases, group, config) or _is_large(x, weights, group):
             return AgGemmConfig(method="parts")
@@ -132,6 +137,8 @@ def _fields(x, weights, segment_rows, return_gathered):
 def _forward(x, weights, biases, segment_rows, return_gathered, group, config):
     group = torch_op.group_by_name(group)
     if group.size() == 1:
+        if config:
+            explicit_config("ag_gemm", config)
         return [*_products(x, weights, biases), *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
     fields = _fields(x, weights, segment_rows, return_gathered)
     if not x.shape[0]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.ops.common.config import check_config, with_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaling import Scales, check_scaled_call, check_scaled_operands, scaled_linear
@@ -16,6 +17,7 @@ from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.ag_gemm import pipelined
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment, check_dim, gathered, segment_rows_of
+from tdkernels.ops.dense.local import linear_of_scaled
 from tdkernels.ops.dense.operand_lists import LISTS, as_lists
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.runtime import torch_op
@@ -103,8 +105,9 @@ def _forward(
         for scale_w, scaling in zip(scales_w, scalings, strict=True)
     ]
     if group.size() == 1:
-        ys = [scaled_linear(x, *one) for one in zip(weights, biases, each, strict=True)]
+        ys = [linear_of_scaled(x, *one) for one in zip(weights, biases, each, strict=True)]
         return [*ys, *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
+    reject_invariant("ag_gemm", "float8 with a list of weights, dim=1 or return_gathered")
     sizes = ", ".join(str(weight.shape[0]) for weight in weights)
     fields = {"M/W": x.shape[0], "K": x.shape[1], "N/W": sizes, "dtype": str(x.dtype), **each[0].fields}
     fields |= {"rows of a segment": segment_rows, "return_gathered": return_gathered}

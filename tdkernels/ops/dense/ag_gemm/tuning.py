@@ -58,6 +58,11 @@ class AgGemmTunable(dense.DenseTunable):
         sizes = self.of_a_rank(problem)
         return ag_gemm_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
 
+    def invariant_config(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
+        if device.type == "cpu":
+            return AgGemmConfig(num_comm_sms=2)
+        return AgGemmConfig(num_comm_sms=ag_gemm_config.num_pushing(problem.world_size))
+
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []

@@ -24,6 +24,7 @@ from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_reduce
 from tdkernels.ops.dense.column_linear import backward as _backward  # noqa: F401  registers the backward
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
+from tdkernels.ops.dense.local import linear
 from tdkernels.ops.dense.operand_lists import (
     LISTS,
     as_lists,
@@ -64,7 +65,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.config, ctx.main_grads = group, config, main_grads
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(x, *one) for one in zip(weights, biases, strict=True))
+        return tuple(linear(x, *one) for one in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx, *dys):
@@ -124,7 +125,8 @@ def column_linear(
             GEMMs of the backward, if they are large.
 
     Returns:
-        y [M, N / W] in the dtype of x, as computed by ``torch.nn.functional.linear``; for a list of weights, a list of
+        y [M, N / W] in the dtype of x, as computed by ``torch.nn.functional.linear``, or by ``group_gemm`` in the
+        batch-invariant mode; for a list of weights, a list of
         outputs.
 
     Gradient:
@@ -161,5 +163,5 @@ def column_linear(
         results = _ColumnLinear.apply(rows, *settings, *weights, *biases)
         ys = [y.view(*x.shape[:-1], y.shape[1]) for y in results]
     else:
-        ys = [F.linear(x, *one) for one in zip(weights, biases, strict=True)]
+        ys = [linear(x, *one) for one in zip(weights, biases, strict=True)]
     return ys if isinstance(weight, LISTS) else ys[0]

@@ -63,6 +63,10 @@ class GemmArConfig:
         sent = launch_direct.shared_memory_bytes(self.tiles, device, dtype) if sends else 0
         return self.tiles.illegal(device, dtype, sent)
 
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
 
 def default_config(
     rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int

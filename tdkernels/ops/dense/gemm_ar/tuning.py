@@ -46,6 +46,9 @@ class GemmArTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
+    def invariant_config(self, problem: "Problem", device: torch.device) -> GemmArConfig:
+        return GemmArConfig(item_tiles=2 if device.type == "cpu" else 4)
+
     def space(self, problem: "Problem", device: torch.device) -> list[GemmArConfig]:
         m, n, _ = self.of_a_rank(problem)
         configs = []

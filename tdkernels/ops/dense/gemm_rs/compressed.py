@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, from_text, with_config
@@ -23,6 +23,7 @@ from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.ops.dense.launch_wire import pack_rows
 from tdkernels.ops.dense.layout import by_rank, check_dim, scattered, segment_rows_of
+from tdkernels.ops.dense.local import linear
 from tdkernels.ops.dense.vendor_gemm import cut, product_of
 from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, returned_gradient
 from tdkernels.ops.dense.wire import check_wire, check_wire_config
@@ -71,7 +72,8 @@ def _resolved(text):
 def _forward(x, weight, bias, wire, group, config):
     group = torch_op.group_by_name(group)
     if group.size() == 1:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
+    reject_invariant("gemm_rs", f'wire="{wire}"')
     refuse_nodes(f'gemm_rs with wire="{wire}"', group_state(group))
     config = _resolved(config)
     fields = _fields(x, weight, wire, config)

@@ -64,6 +64,14 @@ class GemmRsConfig:
         sent = launch_direct.shared_memory_bytes(self.tiles, device, dtype) if sends else 0
         return self.tiles.illegal(device, dtype, sent)
 
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if self.transport == "forward":  # it adds this rank's partial unrounded, so a row depends on the rank it is on
+            return 'transport must be "direct" or "one_shot", not "forward"'
+        return None
+
 
 def default_config(
     rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int

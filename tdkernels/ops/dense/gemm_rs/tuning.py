@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
@@ -46,6 +47,11 @@ class GemmRsTunable(dense.DenseTunable):
     def operand_sizes(self, problem: "Problem") -> tuple[int, int, int]:
         m, n, k = problem.shape
         return m, n, k // problem.world_size
+
+    def invariant_config(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
+        if problem.world_size > launch_direct.MAX_RANKS:
+            reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
+        return GemmRsConfig(transport="direct")
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, _ = self.of_a_rank(problem)

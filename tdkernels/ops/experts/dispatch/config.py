@@ -1,8 +1,9 @@
 """Config of all_to_all, ep_dispatch and ep_combine, and the default config for a device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
@@ -63,11 +64,21 @@ class EpConfig:
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps!r}"
         return None
 
+    def variant_reason(self) -> str | None:
+        """Return why the result of a combine depends on the batch with this config, or None if it does not."""
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if self.combine != "per_expert":  # sums of other ranks are rounded, and those of the token's rank are not
+            return f'combine must be "per_expert", not {self.combine!r}'
+        return None
+
 
 def default_config(
     device: "torch.device", operator: str = "ep_dispatch", bounded: bool = False, tokens: int | None = None
 ) -> EpConfig:
     """Return the config for calls that have neither a given nor a tuned config.
+
+    In the batch-invariant mode it combines "per_expert".
 
     Args:
         device: The device of the operands.
@@ -75,6 +86,13 @@ def default_config(
         bounded: Whether the call has max_tokens_per_rank.
         tokens: Approximate number of tokens per rank. None means many.
     """
+    if is_batch_invariant():
+        return replace(_default_config(device, operator, bounded, tokens), combine="per_expert")
+    return _default_config(device, operator, bounded, tokens)
+
+
+def _default_config(device, operator, bounded, tokens):
+    """Return ``default_config`` with the default of ``combine``."""
     if device.type == "cpu":  # the interpreter needs a long time per program
         return EpConfig(num_senders=2, num_receivers=2, chunk_tokens=8, block_bytes=65536, num_warps=1)
     most = gpu.num_sms(device)

@@ -36,6 +36,7 @@ from tdkernels.ops.experts.dispatch.validation import (
     check_again,
     check_combine,
     check_dispatch,
+    check_invariant_combine,
     check_most_tokens,
 )
 from tdkernels.runtime import autograd, call_cache
@@ -384,6 +385,7 @@ def checked_combine(
         known = config or routing.config
         if config is None and not routing.config_is_given and routing.method == "fused":
             known = choose_config("ep_combine", routing.shape, routing.staged, group, expert_out)
+        check_invariant_combine(known, group)
         call_cache.insert(group, key, known)
     return handle._topk_weights if topk_weights is None else topk_weights, known
 

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tdkernels.autotune.invariance import check_invariant, reject_invariant
+from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_rows, check_tensor, shape_of
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.experts.dispatch.config import EpConfig
     from tdkernels.ops.experts.dispatch.request import DispatchRequest
     from tdkernels.ops.experts.dispatch.routing import Routing
 
@@ -113,3 +118,10 @@ def check_combine(expert_out: torch.Tensor, routing: "Routing", topk_weights: to
     check_weights(operator, topk_weights, expert_out, (routing.shape.tokens, routing.shape.choices))
 
 
+
+
+def check_invariant_combine(config: "EpConfig", group: "dist.ProcessGroup") -> None:
+    """Raise an error in the batch-invariant mode if the sums of a combine with this config depend on the batch."""
+    if spans_nodes(group):
+        reject_invariant("ep_combine", "a group on several nodes")
+    check_invariant("ep_combine", config)

@@ -62,6 +62,18 @@ class EpMoeConfig:
                 return f"{name}: {reason}"
         return None
 
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        if self.method == "torch":
+            return 'method must not be "torch"'
+        # The fused method uses only the tiles of ``gemm``.
+        parts = (("gemm", self.gemm),) if self.method == "fused" else (("ep", self.ep), ("gemm", self.gemm))
+        for name, part in parts:
+            reason = None if part is None else part.variant_reason()
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
     def parts(self, x: "torch.Tensor") -> tuple[EpConfig | None, GroupGemmConfig | None]:
         """Return (ep, gemm) for a call with tokens x. None means that the part selects its own config."""
         if self.method != "torch":

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.tile_config import default_tiles
+from tdkernels.ops.common.tile_config import default_tiles, invariant_tiles
 from tdkernels.ops.experts.dispatch.config import default_config
 from tdkernels.ops.experts.dispatch.counted import Reach, routing_to_compile
 from tdkernels.ops.experts.dispatch.counting import count
@@ -65,6 +66,8 @@ def _tiles(config, rows, n, x):
     """Return the tile of a GEMM with about ``rows`` rows per expert: from the config, or the default."""
     if config is not None and config.gemm is not None and config.gemm.tiles is not None:
         return config.gemm.tiles
+    if is_batch_invariant():
+        return invariant_tiles(x.dtype, x.device)
     return default_tiles(rows, n, x.dtype, x.device)
 
 

@@ -25,7 +25,9 @@ Example:
 
 import torch
 
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
 from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaling import check_fp8
 from tdkernels.ops.common.validation import check_tensor
 from tdkernels.ops.experts.dispatch.op import ep_combine, ep_combine_ref, ep_dispatch_ref
@@ -185,10 +187,13 @@ def ep_moe(
     )
     if known is None:
         _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
+        if spans_nodes(group):
+            reject_invariant("ep_moe", "a group on several nodes")
+        check_invariant("ep_moe", config)
         fused = config is not None and _is_fused(config, quantize, group, scales)
         max_tokens = with_capacity(request.shape).max_tokens
-        layout = None  # torch.compile and weights in fp8 always use the sequence
-        if config is None and scales is None and not torch.compiler.is_compiling():
+        layout = None  # torch.compile, weights in fp8 and the batch-invariant mode always use the sequence
+        if config is None and scales is None and not torch.compiler.is_compiling() and not is_batch_invariant():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         known = fused, max_tokens, layout
         call_cache.insert(group, key, known)

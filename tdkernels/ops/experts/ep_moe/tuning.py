@@ -112,6 +112,9 @@ class EpMoeTunable(ConfigTunable):
     def goes_in_graphs(self, problem: "Problem") -> bool:
         return _is_bounded(problem)
 
+    def invariant(self, problem: "Problem", device: torch.device) -> EpMoeConfig:
+        return EpMoeConfig(method="sequence")
+
     def space(self, problem: "Problem", device: torch.device) -> list[EpMoeConfig]:
         fused = [
             EpMoeConfig(gemm=GroupGemmConfig(tiles=tiles), method="fused")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tdkernels.ops.common.tile_config import Tiles, default_tiles
+from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
 from tdkernels.runtime import gpu
 
 
@@ -30,6 +30,16 @@ class GroupGemmConfig:
             known = device.type == "cpu" or dtype == torch.bfloat16 and gpu.has_tma(device)
             return None if known else f'method "torch" needs bfloat16 and sm_90 or sm_100, not {dtype} on {device}'
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
+
+def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | None = None) -> GroupGemmConfig:
+    """Return the config of the batch-invariant mode. ``layout`` is that of fp8 operands (``Scales.layout``), or None.
+    """
+    return GroupGemmConfig(tiles=invariant_tiles(dtype, device, layout))
 
 
 def default_config(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> GroupGemmConfig:

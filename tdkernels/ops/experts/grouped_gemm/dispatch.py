@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.selection import DEFAULT, choice_of_call, look_up
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.ops.experts.grouped_gemm.config import invariant_config
 from tdkernels.symm.group import alone
 
 if TYPE_CHECKING:
@@ -71,8 +73,23 @@ def weight_gradient(
 # ---- tuned configs ----
 
 
+def explicit_config(config: "GroupGemmConfig | None") -> "GroupGemmConfig | None":
+    """Return the config that a call was given. In the batch-invariant mode it is None if it leaves the tiles open.
+
+    Raises:
+        ValueError: If the mode is on and results with the config depend on the batch.
+    """
+    check_invariant("group_gemm", config)
+    return None if is_batch_invariant() and config is not None and config.tiles is None else config
+
+
 def known_config(x: torch.Tensor, sizes: tuple[int, ...], layout: str) -> Any:
-    """Return the tuned GroupGemmConfig for rows x and sizes (N, K, experts), or None if the default is best."""
+    """Return the tuned GroupGemmConfig for rows x and sizes (N, K, experts), or None if the default is best.
+
+    In the batch-invariant mode it is the config of the mode, except for the weight gradient.
+    """
+    if is_batch_invariant():
+        return None if layout == DW else invariant_config(x.dtype, x.device)
     mode = get_mode()
     if mode == "off" or not x.shape[0]:
         return None

@@ -42,7 +42,7 @@ def group_gemm_ref(
 
 
 def _forward(x, w, splits, activation, keep, config):
-    config = from_text(GroupGemmConfig, config) if config else None
+    config = dispatch.explicit_config(from_text(GroupGemmConfig, config) if config else None)
     y, pre = dispatch.product(x, w, splits, activation or None, keep, config)
     return y, x.new_empty(0) if pre is None else pre
 
@@ -168,6 +168,7 @@ def group_gemm(
 
 def _keep(key, x, w, activation, config, shape):
     """Insert a call into the call cache."""
+    config = dispatch.explicit_config(config)
     if config is None:
         config = dispatch.known_config(x, (*w.shape[1:], w.shape[0]), dispatch.layout_of(w, activation))
     # If config is None here, no tuned config is known. ``launch.product`` then uses the default without a lookup.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.common.scaling import (
@@ -29,8 +30,8 @@ from tdkernels.ops.common.scaling import (
 )
 from tdkernels.ops.common.validation import shape_of
 from tdkernels.ops.experts.grouped_gemm import launch
-from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
-from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, invariant_config
+from tdkernels.ops.experts.grouped_gemm.dispatch import explicit_config, product_by_group, swiglu_ref
 from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_expert_shapes, check_splits
 from tdkernels.runtime import call_cache
 from tdkernels.runtime.torch_op import register
@@ -117,6 +118,14 @@ def checked_scales(
 # ---- torch.library operator, which torch.compile traces ----
 
 
+def _resolved(x, scales, config):
+    """Return the config of a call; None for the default config."""
+    config = explicit_config(config)
+    if config is None and is_batch_invariant():
+        return invariant_config(x.dtype, x.device, scales.layout)
+    return config
+
+
 def _product(x, w, splits, scales, activation, config):
     if config is not None and config.method == "torch":
         return group_gemm_scaled_ref(x, w, splits, scales, activation)
@@ -126,7 +135,7 @@ def _product(x, w, splits, scales, activation, config):
 def _forward(x, w, splits, scale_x, scale_w, scaling, activation, out_dtype, use_fast_accum, config):
     scales = Scales(scale_x, scale_w, scaling, out_dtype, use_fast_accum)
     config = from_text(GroupGemmConfig, config) if config else None
-    return _product(x, w, splits, scales, activation or None, config)
+    return _product(x, w, splits, scales, activation or None, _resolved(x, scales, config))
 
 
 def _fake(x, w, splits, scale_x, scale_w, scaling, activation, out_dtype, use_fast_accum, config):
@@ -165,7 +174,7 @@ def call(
         x, w, splits.contiguous(), scales.x, scales.weight, scales.kind, activation or "", scales.out_dtype,
         scales.use_fast_accum, as_argument(config),
     )
-    _keep(key, scales, activation, config, y.shape)
+    _keep(key, scales, activation, _resolved(x, scales, config), y.shape)
     return y
 
 

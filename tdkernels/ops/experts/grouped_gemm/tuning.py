@@ -93,6 +93,11 @@ class GroupGemmTunable(ConfigTunable):
             return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
         return grouped_gemm_config.default_config(rows // experts, n, problem.torch_dtype, device)
 
+    def invariant(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
+        if problem.layout == DW:  # it sums over the rows
+            return self.default(problem, device)
+        return grouped_gemm_config.invariant_config(problem.torch_dtype, device)
+
     def space(self, problem: "Problem", device: torch.device) -> list[GroupGemmConfig]:
         tiles = dense.tile_space(device, problem.torch_dtype)
         if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:

@@ -1,10 +1,10 @@
 """Config of tp_moe and its two operators, and the heuristic that selects a config without tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.ops.common.tile_config import Tiles, default_tiles
+from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.runtime import gpu
@@ -46,6 +46,23 @@ class MoeTpConfig:
         if not 0 <= self.stages <= MAX_STAGES.value:
             return f"stages must be 0 to {MAX_STAGES.value}, not {self.stages}"
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+
+    def variant_reason(self) -> str | None:
+        """Return why a row of a result depends on the batch with this config, or None if it does not."""
+        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+
+
+def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | None = None) -> MoeTpConfig:
+    """Return the config of the batch-invariant mode. ``layout`` is that of fp8 operands (``Scales.layout``), or None.
+    """
+    return replace(default_config(1, 1, 1, 1, dtype, device), tiles=invariant_tiles(dtype, device, layout))
+
+
+def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: torch.device) -> MoeTpConfig:
+    """Return the config of a call in the batch-invariant mode, which has tiles, for the config that it was given."""
+    if config is None:
+        return invariant_config(dtype, device)
+    return config if config.tiles is not None else replace(config, tiles=invariant_tiles(dtype, device))
 
 
 def default_config(

@@ -67,6 +67,9 @@ class MoeTunable(ConfigTunable):
             return config
         return with_tiles(config, self.default(problem, device))
 
+    def invariant(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
+        return tp_moe_config.invariant_config(problem.torch_dtype, device)
+
     def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         tokens, *_, experts, choices = problem.shape
         width = self.weights(problem)[0][1]

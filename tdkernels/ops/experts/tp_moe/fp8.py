@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
 from tdkernels.ops.collectives.op import all_gather
 from tdkernels.ops.common.config import as_argument
-from tdkernels.ops.common.multinode import torch_across_nodes
+from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.scaling import Scales, layout_of
 from tdkernels.ops.common.tile_config import scaled_tiles
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
-from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config, invariant_config
 from tdkernels.ops.experts.tp_moe.steps import (
     Configs,
     first_fields,
@@ -43,6 +44,9 @@ def fp8_configs(
     group: "dist.ProcessGroup", config: MoeTpConfig | None,
 ) -> Configs:
     """Return the Configs of a call of tp_moe with fp8 weights: the given one, or the default. Nothing is tuned."""
+    if spans_nodes(group):
+        reject_invariant("tp_moe", "a group on several nodes")
+    check_invariant("tp_moe", config)
     config = torch_across_nodes(config, MoeTpConfig, group)
     fields = {
         **first_fields(x, topk_ids, w_gate_up, activation), "w_dtype": str(w_gate_up.dtype),
@@ -57,8 +61,11 @@ def _complete(config, tokens, choices, w):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
+    layout = layout_of("block", use_fast_accum=False)
+    if is_batch_invariant():
+        return with_tiles(config, invariant_config(w.dtype, w.device, layout))
     default = default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
-    tiles = scaled_tiles(default.tiles, layout_of("block", use_fast_accum=False), w.device)
+    tiles = scaled_tiles(default.tiles, layout, w.device)
     return with_tiles(config, replace(default, tiles=tiles))
 
 

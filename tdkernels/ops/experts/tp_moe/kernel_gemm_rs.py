@@ -43,11 +43,12 @@ def _sum_of_choices(out_ptr, rows_ptr, weights_ptr, tokens, there, columns, insi
 @td.jit
 def _add_up(
     ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
-    RANKS: tl.constexpr, PIECE: tl.constexpr, trace,
+    RANKS: tl.constexpr, PIECE: tl.constexpr, ROUND_OWN: tl.constexpr, trace,
 ):
     """Process work item ``number`` of the ``of_shard`` items of the tokens of rank ``owner``.
 
-    All rows of these tokens have been computed.
+    All rows of these tokens have been computed. ROUND_OWN: this rank's sum is rounded as the peers' sums are, so that
+    a result does not depend on the rank of its token.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -70,6 +71,8 @@ def _add_up(
             # producer: the same work item of every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, number), of_shard, signal)
         td.mark(trace, "sums")
+        if ROUND_OWN:
+            total = td.to_float32(td.from_float32(total, DTYPE))
         total = reduce_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
         tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
 
@@ -82,13 +85,13 @@ def moe_gemm_rs_kernel(
     ctx, h_ptr, h_desc, w_ptr, w_desc, h_scale_ptr, w_scale_ptr,
     rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
     M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
-    RANKS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
+    RANKS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, ROUND_OWN: tl.constexpr = False, trace_ptr=None,
 ):
     """Compute z [M_shard, N]: for each token of this rank, the sum over ranks and assignments of
     weight * h[row of the assignment] @ w[expert].T.
 
     ``h_scale_ptr`` and ``w_scale_ptr`` are the scales of fp8 operands, or None. ``done_ptr`` counts the finished tiles
-    of each stage; it must be zero initially.
+    of each stage; it must be zero initially. ROUND_OWN: see ``_add_up``.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -137,7 +140,7 @@ def moe_gemm_rs_kernel(
             _add_up(
                 ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
                 chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
-                RANKS, PIECE, trace,
+                RANKS, PIECE, ROUND_OWN, trace,
             )
             answer = td.fetch_work_item(ctx)
         else:

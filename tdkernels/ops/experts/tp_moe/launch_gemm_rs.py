@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
@@ -32,7 +33,8 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config, 
         routing.num_stages, tiles.group_m,
     )
     return args, {
-        "RANKS": routing.world_size, "PIECE": piece_of(n, routing), "trace_ptr": None, **constants,
+        "RANKS": routing.world_size, "PIECE": piece_of(n, routing), "ROUND_OWN": is_batch_invariant(),
+        "trace_ptr": None, **constants,
     }
 
 

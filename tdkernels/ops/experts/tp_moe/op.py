@@ -26,6 +26,7 @@ Example:
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
@@ -44,7 +45,7 @@ from tdkernels.ops.experts.tp_moe.steps import (
     second_forward,
     tp_moe_configs,
 )
-from tdkernels.ops.experts.tp_moe.torch_op import tp_moe_compiled
+from tdkernels.ops.experts.tp_moe.torch_op import INVARIANT, tp_moe_compiled
 from tdkernels.ops.experts.tp_moe.validation import check_ag_gemm, check_gemm_rs, check_tp_moe
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
@@ -325,7 +326,8 @@ def tp_moe(
     if configs is None:
         check_tp_moe(*operands, activation, config)
     if torch.compiler.is_compiling():
-        call = topk_ids, topk_weights, w_gate_up, w_down, activation, group.group_name, as_argument(config)
+        text = as_argument(config) + (INVARIANT if is_batch_invariant() else "")
+        call = topk_ids, topk_weights, w_gate_up, w_down, activation, group.group_name, text
         return tp_moe_compiled(x, *call)
     if configs is None:
         configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
 from tdkernels.autotune.selection import DEFAULT
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.collectives.op import all_gather, reduce_scatter
 from tdkernels.ops.common.config import as_argument
-from tdkernels.ops.common.multinode import torch_across_nodes
+from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
@@ -69,6 +70,9 @@ def choose_configs(
 
 def _choose_config(operator, config, sizes, layout, w, group, fields):
     """Return (config of the forward or None for the default, config of the backward or None)."""
+    if spans_nodes(group):
+        reject_invariant(operator, "a group on several nodes")
+    check_invariant(operator, config)
     config = torch_across_nodes(config, MoeTpConfig, group)
     if config is None and group.size() > 1 and sizes[0]:
         call = sizes, layout, *fields.values()
@@ -142,6 +146,8 @@ def _complete(config, tokens, choices, w):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
+    if is_batch_invariant():
+        return tp_moe_config.completed_invariant(config, w.dtype, w.device)
     default = tp_moe_config.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
     return with_tiles(config, default)
 

@@ -7,6 +7,7 @@ the config of the first call. The configs of the gradients are selected in the b
 
 import torch
 
+from tdkernels.autotune.invariance import batch_invariant, check_invariant, is_batch_invariant
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.steps import (
@@ -22,14 +23,25 @@ from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gr
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
+INVARIANT = " batch_invariant"  # end of the config as text of a call in the batch-invariant mode
 
-def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
-    """Return the Configs that the first compiled call with this signature selected."""
+
+def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text, invariant=False):
+    """Return the Configs that the first compiled call with this signature selected.
+
+    ``text``: the config, and INVARIANT if the call was traced in the batch-invariant mode, so that the backward has the
+    rows of the forward if it runs in another mode. ``invariant``: whether the forward runs in the mode.
+    """
     operands = x, topk_ids, w_gate_up, w_down
-    call = "tp_moe", *(tensor.shape for tensor in operands), x.dtype, x.device, activation, text
+    invariant |= text.endswith(INVARIANT)
+    text = text.removesuffix(INVARIANT)
+    call = "tp_moe", *(tensor.shape for tensor in operands), x.dtype, x.device, activation, text, invariant
     known = group_state(group).compiled_calls
-    if call not in known:
-        given = from_text(MoeTpConfig, text) if text else None
+    given = from_text(MoeTpConfig, text) if text else None
+    with batch_invariant(invariant):
+        check_invariant("tp_moe", given)
+        if call in known:
+            return known[call]
         known[call] = tp_moe_configs(*operands, activation, group, given)
     return known[call]
 
@@ -37,7 +49,7 @@ def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
 @whole_call
 def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
     group, activation = torch_op.group_by_name(group), activation or None
-    configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+    configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config, is_batch_invariant())
     if not x.shape[0]:
         return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
