@@ -46,19 +46,40 @@ _FOR_ONE_GPU = (
 )
 # Their cases overlap, so every other case is enough.
 _LONG = {
-    "test_ag_attention.py": ("test_everything",),
+    "test_ag_attention.py": ("test_everything", "test_autograd"),
     "test_all_to_all.py": ("test_round_trip",),
     "test_all_to_all_low_latency.py": ("test_round_trip",),
     "test_compile.py": ("test_fullgraph",),
-    "test_dense.py": ("test_minimal_shapes_in_every_config", "test_determinism"),
+    "test_dense.py": (
+        "test_minimal_shapes_in_every_config", "test_determinism", "test_configs",
+        "test_every_element_of_small_integers",
+    ),
     "test_dispatch.py": ("test_forward_and_gradients",),
+    "test_ep_moe.py": (
+        "test_forward_and_gradients", "test_low_latency_dispatch", "test_fused_with_max_tokens_per_rank",
+    ),
+    "test_faults.py": ("test_failure_on_one_rank_eliminates_on_all_ranks", "test_failure_in_the_timing_phase_only"),
     "test_flash_decode.py": ("test_everything",),
     "test_flash_decode_multinode.py": ("test_everything",),
-    "test_low_latency.py": ("test_forward_and_gradients",),
+    "test_float8.py": ("test_layers_equal_their_recipe",),
+    "test_fp8_weights.py": ("test_forward", "test_calls", "test_tokens_are_multiplied_as_sent"),
+    "test_gemm_ar_norm.py": ("test_values", "test_gradients"),
+    "test_known_calls.py": ("test_call_is_validated_once",),
+    "test_low_latency.py": ("test_forward_and_gradients", "test_early_error_keeps_other_ranks_in_step"),
+    "test_norm.py": ("test_values",),
+    "test_protocol.py": (
+        "test_different_cached_shapes_never_give_a_result", "test_different_cached_configs_never_give_a_result",
+        "test_slow_rank",
+    ),
+    "test_quantized_all_reduce.py": ("test_values",),
+    "test_scaled.py": ("test_configs", "test_scalings", "test_scaled_kernels_multiply_fp8"),
     "test_tp_moe.py": ("test_forward_and_gradients",),
-    "test_recording.py": ("test_every_program_is_recorded_from_start_to_end",),
+    "test_recording.py": (
+        "test_every_program_is_recorded_from_start_to_end", "test_traced_call_computes_the_same_bits",
+    ),
     "test_traces.py": ("test_traced_kernels_compile", "test_untraced_kernels_contain_no_trace_code"),
     "test_ulysses.py": ("test_everything",),
+    "test_wire.py": ("test_chunks", "test_error_bound"),
 }
 
 

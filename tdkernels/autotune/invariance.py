@@ -6,8 +6,9 @@ and explicit configs whose results depend on the batch are rejected (``check_inv
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 from tdkernels.autotune.modes import get_mode
 from tdkernels.symm import shared_settings
@@ -52,6 +53,23 @@ def batch_invariant(enabled: bool | None = True) -> Iterator[None]:
         yield
     finally:
         shared_settings.set_batch_invariant(before)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def without_invariance(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that computes gradients, which the mode does not cover, to run outside the mode."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not is_batch_invariant():
+            return function(*args, **kwargs)
+        with batch_invariant(False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def selection_mode() -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tdkernels.autotune.invariance import without_invariance
 from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers torch.ops.tdkernels.all_gather
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.config import from_text
@@ -15,6 +16,7 @@ from tdkernels.ops.dense.backward import ag_gemm_backward, gathered_weight_gradi
 from tdkernels.ops.dense.gemm_ar.op import GemmArConfig, gemm_ar
 from tdkernels.ops.dense.gemm_rs.op import GemmRsConfig, gemm_rs
 from tdkernels.ops.dense.layout import by_rank, gathered, scattered, segment_rows_of
+from tdkernels.ops.dense.local import linear_of_scaled
 from tdkernels.ops.dense.weight_gradient import weight_gradient
 from tdkernels.ops.quantize.op import quantize_fp8
 from tdkernels.rounding import round_up
@@ -92,7 +94,7 @@ def _all_gather(rows, group):
 def _local_linear(layer, codes, weight, bias, scale_x, scale_w, out_dtype, use_fast_accum):
     """Return x @ weight.T + bias for scaled operands, without communication."""
     scales = check_scaled_operands(layer, codes, weight, bias, scale_x, scale_w, out_dtype, use_fast_accum)
-    y = scaled_linear(_rows(codes), weight, bias, scales)
+    y = linear_of_scaled(_rows(codes), weight, bias, scales)
     return y.view(*codes.shape[:-1], weight.shape[0])
 
 
@@ -216,6 +218,7 @@ def _column_dx(codes, scale_dy, weight, scale_w, form, out_dtype, dim, group, co
 
 
 @_without_autocast
+@without_invariance
 @whole_call
 def _column_backward(
     dy, x, weight, scale_x, scale_w, main_grads, need_dx, need_dweight, need_dbias, recipe, dim, float8_dweight,
@@ -266,6 +269,7 @@ def _row_dx(codes, scale_dy, weight, scale_w, form, out_dtype, dim, group, confi
 
 
 @_without_autocast
+@without_invariance
 @whole_call
 def _row_backward(
     dy, x, weight, scale_x, scale_w, main_grads, need_dx, need_dweight, need_dbias, recipe, dim, float8_dweight,

@@ -158,6 +158,70 @@ def test_expert_layers(ranks, dtype):
             assert all(default.values()), default
 
 
+def router_and_layers():
+    """Return {module: rows whose bits change} of the router and of a float8 layer without sequence parallelism."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 64, generator=generator).to(device())
+    router = tdkernels.nn.Router(64, 8, 2).to(device())
+    router.weight.data.copy_(torch.randn(8, 64, generator=generator))
+    layer = tdkernels.nn.ColumnParallelLinear(64, 32, bias=False, float8="rowwise", device=device())
+    layer.weight.data.copy_(torch.randn(layer.weight.shape, generator=generator))
+    changed = {}
+    with tdkernels.batch_invariant(), torch.no_grad():
+        for name, module in (("router", lambda x: router(x)[1]), ("float8", layer)):
+            whole = module(x)
+            changed[name] = sum(not torch.equal(module(x[first:last]), whole[first:last]) for first, last in PARTS)
+    return changed
+
+
+PARTS = [(0, 1), (3, 4), (5, 22), (17, 40)]
+
+
+def test_modules():
+    for changed in on_ranks(2, router_and_layers):
+        assert not any(changed.values()), changed
+
+
+def float8_gradients(float8, dim):
+    """Check that a float8 row-parallel layer has gradients in the mode, equal to those outside of it."""
+    layer = tdkernels.nn.RowParallelLinear(
+        64, 16, bias=False, sequence_parallel=True, seq_dim=dim, float8=float8, float8_dweight=True, device=device()
+    )
+    found = []
+    for enabled in (False, True):
+        x = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+        x.requires_grad_()
+        with tdkernels.batch_invariant(enabled):
+            y = layer(x)
+            y.backward(torch.ones_like(y))
+        found.append((y.detach(), x.grad, layer.weight.grad))
+        layer.weight.grad = None
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("float8, dim", [("rowwise", 1), ("tensorwise", 0)])
+def test_gradients_of_float8_layers(float8, dim):
+    on_ranks(2, float8_gradients, float8, dim)
+
+
+def router_gradients():
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(5)).to(device())
+    router = tdkernels.nn.Router(16, 4, 2).to(device())
+    gradients = []
+    for enabled in (False, True):
+        with tdkernels.batch_invariant(enabled):
+            router(x)[1].sum(-1).mul(torch.arange(6, device=device())).sum().backward()
+        gradients.append(router.weight.grad)
+        router.weight.grad = None
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+
+
+def test_gradients_of_the_router():
+    on_ranks(1, router_gradients)
+
+
 def decode_ranks(dtype, names):
     """Return {problem: changed} of flash_decode, and how many results change if programs share keys equally."""
     found = {name: cases.decode(name, dtype) for name in names}
@@ -213,6 +277,7 @@ def simulated_gpu(request, monkeypatch):
     shared = {8: 166912, 9: 232448, 10: 232448}[request.param[0]]
     monkeypatch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: shared)
     monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(runtime_gpu, "max_warps", lambda device: 32)
     monkeypatch.setattr(runtime_gpu, "capability", lambda device: request.param)
     return torch.device("cuda", 0)
 
@@ -237,6 +302,28 @@ def test_config_does_not_depend_on_the_rows(operator, dtype, simulated_gpu):
         defaults = {made.default(one, simulated_gpu) for one in problems}
         assert len(defaults) > 1 or dtype == "float32"  # the test could fail
         assert config.tiles is not None and config.split_k == 1
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+def test_config_of_flash_decode_does_not_depend_on_what_ranks_may_differ_in(layout, heads, simulated_gpu):
+    made, configs = tunable("flash_decode"), {}
+    for kind in ("", " latent"):
+        for keys in (1, 65536):
+            one = Problem("flash_decode", "a GPU", 4, 4, "bfloat16", layout + kind, (4, 1, heads, 1, 576, 512, keys))
+            assert made.illegal(made.invariant(one, simulated_gpu), one, simulated_gpu) is None
+            configs.setdefault(made.key(one), set()).add(made.invariant(one, simulated_gpu))
+    assert [len(found) for found in configs.values()] == [1]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("operator", ["all_reduce_rms_norm", "gemm_ar_rms_norm"])
+def test_config_of_norms_does_not_depend_on_the_rows(operator, world_size, simulated_gpu):
+    made = tunable(operator)
+    sizes = (8192,) if operator.startswith("all") else (8192, 4096)
+    problems = [Problem(operator, "a GPU", world_size, world_size, "bfloat16", "rows", (m, *sizes)) for m in ROWS]
+    configs = {made.invariant(one, simulated_gpu) for one in problems}
+    assert len(configs) == 1 and made.illegal(*configs, problems[0], simulated_gpu) is None
 
 
 @pytest.mark.parametrize("layout", ["scaled", "scaled fast", "scaled by block"])

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tdkernels.integrations.installation import during_block
 from tdkernels.nn.parallel.styles import LinearStyle, column_forward, local_parameters, row_forward
 from tdkernels.ops.common.validation import DTYPES
+from tdkernels.ops.dense.local import linear
 from tdkernels.runtime.autograd import DEVICES
 from tdkernels.symm import resolve_group
 
@@ -63,7 +63,7 @@ def _column_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward with ``column_linear``. Without gradients it is local, and skips checks that take 10 us."""
     if torch.is_grad_enabled() or isinstance(x, DTensor):
         return column_forward(module, x)
-    return F.linear(x, *local_parameters(module))
+    return linear(x, *local_parameters(module))
 
 
 _COLUMN: Any = "column_linear", _column_forward, "out_features", 0, (Replicate(), Shard(-1))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tdkernels.autotune.invariance import check_invariant
+from tdkernels.autotune.invariance import check_invariant, without_invariance
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode import launch_backward, torch_attention
@@ -104,6 +104,7 @@ def _forward(
     return o, lse, lse.new_empty(0) if kept is None else kept
 
 
+@without_invariance
 def _backward(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,

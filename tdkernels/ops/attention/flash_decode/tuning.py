@@ -135,7 +135,8 @@ class FlashDecodeTunable(ConfigTunable):
         return default_config(_shape_of(problem), device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        return invariant_config(_shape_of(problem), device)
+        # As if values were not keys: the ranks, and calls with the same key, need not agree on it. See ``key``.
+        return invariant_config(replace(_shape_of(problem), value_is_key=False), device)
 
     def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":

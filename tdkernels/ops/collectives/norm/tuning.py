@@ -6,6 +6,7 @@ The sizes of a problem are those of x as a matrix [rows, hidden]. In the layout 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +69,12 @@ class AllReduceNormTunable(ConfigTunable):
         return default_config(rows, hidden, problem.torch_dtype, problem.world_size, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> AllReduceNormConfig:
-        # The additions within a row depend on the exchange and on num_warps, which depends on hidden alone.
+        # The additions within a row depend on the exchange and on num_warps, which depends on hidden alone. For another
+        # number of programs per row another kernel is compiled.
         exchange = "one_shot" if problem.world_size == 2 else "two_shot"  # of two ranks, both send as much
         rows, hidden = problem.shape
-        return default_config(rows, hidden, problem.torch_dtype, problem.world_size, device, exchange)
+        config = default_config(rows, hidden, problem.torch_dtype, problem.world_size, device, exchange)
+        return replace(config, row_programs=1)
 
     def space(self, problem: "Problem", device: torch.device) -> list[AllReduceNormConfig]:
         rows, hidden = problem.shape

@@ -7,6 +7,7 @@ ranks during the GEMM of dweight. In each of the two, a rank sends (W - 1) / W o
 
 import torch
 
+from tdkernels.autotune.invariance import without_invariance
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.dense.gemm_ar import op as _gemm_ar_op  # noqa: F401  registers torch.ops.tdkernels.gemm_ar
@@ -30,6 +31,7 @@ def _in_parts(dy, x, config, group):
 
 
 @whole_call
+@without_invariance
 def _backward(dy, x, weight, main_grads, need_dx, need_dweight, group, config):
     """Return (dx, dweight): the body of the torch.library op. Gradients not needed are empty tensors."""
     name, group = group, torch_op.group_by_name(group)
