@@ -42,13 +42,14 @@ _FOR_ONE_GPU = (
     "test_traced_kernels_compile", "test_size_one_compiles", "test_collectives_with_odd_sizes_compile",
     "test_attention_with_odd_sizes_compiles", "test_dispatch_with_odd_sizes_compiles",
     "test_fused_ep_moe_with_odd_sizes_compiles", "test_grouped_gemm_with_odd_sizes_compiles",
-    "test_tp_moe_with_odd_sizes_compiles", "test_ulysses_with_odd_sizes_compiles",
+    "test_tp_moe_with_odd_sizes_compiles", "test_ulysses_with_odd_sizes_compiles", "test_odd_sizes_compile",
 )
 # Their cases overlap, so every other case is enough.
 _LONG = {
     "test_ag_attention.py": ("test_everything", "test_autograd"),
     "test_all_to_all.py": ("test_round_trip",),
     "test_all_to_all_low_latency.py": ("test_round_trip",),
+    "test_batch_invariance.py": ("test_ag_attention", "test_expert_layers", "test_flash_decode", "test_gemms"),
     "test_compile.py": ("test_fullgraph",),
     "test_dense.py": (
         "test_minimal_shapes_in_every_config", "test_determinism", "test_configs",
@@ -59,14 +60,16 @@ _LONG = {
         "test_forward_and_gradients", "test_low_latency_dispatch", "test_fused_with_max_tokens_per_rank",
     ),
     "test_faults.py": ("test_failure_on_one_rank_eliminates_on_all_ranks", "test_failure_in_the_timing_phase_only"),
-    "test_flash_decode.py": ("test_everything",),
+    "test_flash_decode.py": (
+        "test_everything", "test_flash_decode_in_chunks_compiles", "test_two_paged_decode_programs_fit_on_a_hopper_sm",
+    ),
     "test_flash_decode_multinode.py": ("test_everything",),
     "test_float8.py": ("test_layers_equal_their_recipe",),
     "test_fp8_weights.py": ("test_forward", "test_calls", "test_tokens_are_multiplied_as_sent"),
-    "test_gemm_ar_norm.py": ("test_values", "test_gradients"),
+    "test_gemm_ar_norm.py": ("test_values", "test_gradients", "test_compile", "test_layouts", "test_exact_sums"),
     "test_known_calls.py": ("test_call_is_validated_once",),
     "test_low_latency.py": ("test_forward_and_gradients", "test_early_error_keeps_other_ranks_in_step"),
-    "test_norm.py": ("test_values",),
+    "test_norm.py": ("test_values", "test_memory_is_reused_by_other_shapes_and_dtypes"),
     "test_protocol.py": (
         "test_different_cached_shapes_never_give_a_result", "test_different_cached_configs_never_give_a_result",
         "test_slow_rank",
@@ -74,6 +77,7 @@ _LONG = {
     "test_quantized_all_reduce.py": ("test_values",),
     "test_scaled.py": ("test_configs", "test_scalings", "test_scaled_kernels_multiply_fp8"),
     "test_tp_moe.py": ("test_forward_and_gradients",),
+    "test_tp_moe_ranks.py": ("test_bitwise_deterministic", "test_killed_rank"),
     "test_recording.py": (
         "test_every_program_is_recorded_from_start_to_end", "test_traced_call_computes_the_same_bits",
     ),

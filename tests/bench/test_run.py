@@ -25,6 +25,7 @@ from tdkernels.__main__ import main
 from tdkernels.autotune.timing import LEAD_CALLS
 from tdkernels.cli import bench
 from tests.support.ranks import DEVICE, device, on_ranks
+from tests.support.simulated_nodes import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -336,6 +337,7 @@ def test_rehearsal_measures_all_methods_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@thorough
 def test_rehearsal_measures_requested_small_shapes(tmp_path):
     bench = ["-m", "tdkernels", "bench", "ag_gemm", "--peers", "none", "--shapes", "64x32x32"]
     code, out, err = run_python(*bench, cwd=tmp_path)

@@ -187,7 +187,8 @@ def ep_moe(
     )
     if known is None:
         _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
-        if spans_nodes(group):
+        # A compiled call cannot be traced through the discovery of the nodes; its steps reject it when they run.
+        if is_batch_invariant() and not torch.compiler.is_compiling() and spans_nodes(group):
             reject_invariant("ep_moe", "a group on several nodes")
         check_invariant("ep_moe", config)
         fused = config is not None and _is_fused(config, quantize, group, scales)
