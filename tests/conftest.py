@@ -46,35 +46,51 @@ _FOR_ONE_GPU = (
 )
 # Their cases overlap, so every other case is enough.
 _LONG = {
-    "test_ag_attention.py": ("test_everything", "test_autograd"),
+    "test_ag_attention.py": ("test_everything", "test_autograd", "test_killed_rank"),
     "test_all_to_all.py": ("test_round_trip",),
     "test_all_to_all_low_latency.py": ("test_round_trip",),
     "test_batch_invariance.py": ("test_ag_attention", "test_expert_layers", "test_flash_decode", "test_gemms"),
+    "test_async_all_gather.py": ("test_late_sender",),
+    "test_collectives.py": ("test_ranks_running_ahead",),
     "test_compile.py": ("test_fullgraph",),
     "test_dense.py": (
         "test_minimal_shapes_in_every_config", "test_determinism", "test_configs",
         "test_every_element_of_small_integers",
     ),
+    "test_dim_and_lists.py": ("test_methods",),
     "test_dispatch.py": ("test_forward_and_gradients",),
+    "test_dispatch_multinode.py": ("test_no_forwarding_after_a_timeout", "test_missing_rank"),
+    "test_dispatch_ranks.py": ("test_killed_rank",),
+    "test_docs.py": ("test_tutorial_shows_its_program_and_output",),
     "test_ep_moe.py": (
         "test_forward_and_gradients", "test_low_latency_dispatch", "test_fused_with_max_tokens_per_rank",
     ),
+    "test_ep_moe_ranks.py": ("test_killed_rank", "test_stress"),
+    "test_failures.py": (
+        "test_an_exception_between_launches_breaks_the_group",
+        "test_host_error_raised_in_a_later_call_breaks_the_group",
+    ),
     "test_faults.py": ("test_failure_on_one_rank_eliminates_on_all_ranks", "test_failure_in_the_timing_phase_only"),
     "test_flash_decode.py": (
-        "test_everything", "test_flash_decode_in_chunks_compiles", "test_two_paged_decode_programs_fit_on_a_hopper_sm",
+        "test_everything", "test_merge_in_two_steps", "test_flash_decode_in_chunks_compiles",
+        "test_two_paged_decode_programs_fit_on_a_hopper_sm",
     ),
     "test_flash_decode_multinode.py": ("test_everything",),
     "test_float8.py": ("test_layers_equal_their_recipe",),
     "test_fp8_weights.py": ("test_forward", "test_calls", "test_tokens_are_multiplied_as_sent"),
+    "test_gemm_ar_multinode.py": ("test_any_network_order", "test_one_owner_sums_in_any_network_order"),
+    "test_gemm_rs_multinode.py": ("test_any_network_order",),
     "test_gemm_ar_norm.py": ("test_values", "test_gradients", "test_compile", "test_layouts", "test_exact_sums"),
     "test_known_calls.py": ("test_call_is_validated_once",),
-    "test_low_latency.py": ("test_forward_and_gradients", "test_early_error_keeps_other_ranks_in_step"),
+    "test_low_latency.py": (
+        "test_forward_and_gradients", "test_early_error_keeps_other_ranks_in_step", "test_killed_rank",
+    ),
     "test_norm.py": ("test_values", "test_memory_is_reused_by_other_shapes_and_dtypes"),
     "test_protocol.py": (
         "test_different_cached_shapes_never_give_a_result", "test_different_cached_configs_never_give_a_result",
-        "test_slow_rank",
+        "test_slow_rank", "test_no_rank_overtakes_its_peers_data",
     ),
-    "test_quantized_all_reduce.py": ("test_values",),
+    "test_quantized_all_reduce.py": ("test_values", "test_memory_is_reused_in_any_order"),
     "test_scaled.py": ("test_configs", "test_scalings", "test_scaled_kernels_multiply_fp8"),
     "test_tp_moe.py": ("test_forward_and_gradients",),
     "test_tp_moe_ranks.py": ("test_bitwise_deterministic", "test_killed_rank"),
@@ -83,6 +99,8 @@ _LONG = {
     ),
     "test_traces.py": ("test_traced_kernels_compile", "test_untraced_kernels_contain_no_trace_code"),
     "test_ulysses.py": ("test_everything",),
+    "test_ulysses_ranks.py": ("test_ranks_running_ahead",),
+    "test_void_launches.py": ("test_void_launch_changes_nothing",),
     "test_wire.py": ("test_chunks", "test_error_bound"),
 }
 

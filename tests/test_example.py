@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.simulated_nodes import thorough
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tp_mlp.py"
 EXPERTS, DECODING = ROOT / "examples" / "ep_moe.py", ROOT / "examples" / "decode.py"
@@ -52,6 +54,7 @@ def test_decoding_example():
     assert "All as it should be" in output
 
 
+@thorough
 def test_decoding_with_a_long_cache():
     assert "5 tokens, 40 keys on 2 ranks" in (output := run_example(LONG_CACHE)) and "All as it should be" in output
 

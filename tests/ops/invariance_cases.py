@@ -326,3 +326,14 @@ def attention(dtype, causal, sharding):
             )
             seen.add(torch.tensor(batch), o, lse)
     return seen.changed
+
+
+# ---- operands of small calls on two ranks ----
+
+
+def operands():
+    """Return operands of calls on two ranks."""
+    draw = lambda *shape: torch.randn(*shape).to(device())  # noqa: E731
+    lens = torch.tensor([3], dtype=torch.int32, device=device())
+    ids = torch.tensor([[0, 1]] * 4, device=device())
+    return draw(4, 16), draw(8, 16), draw(1, 2, 16), draw(1, 8, 2, 16), lens, ids, torch.ones(4, 2).to(device())

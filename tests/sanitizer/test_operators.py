@@ -27,6 +27,7 @@ def checked(variant):
 ALIKE = {
     "ag_gemm wire", "ag_gemm wire across nodes", "ag_gemm one_shot scaled by row", "ag_gemm copy_engine scaled by row",
     "ag_gemm of two scaled weights", "gemm_rs direct scaled by row", "gemm_rs forward scaled by block",
+    "all_to_all low latency", "ep_dispatch small",
     *(f"{operator} across nodes of 1" for operator in ("ag_gemm", "gemm_rs", "gemm_ar")),
 }
 

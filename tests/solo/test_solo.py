@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.support.programs import environment
+from tests.support.simulated_nodes import thorough
 
 PROGRAM = """
 import pytest, torch
@@ -92,6 +93,7 @@ def test_bench_rehearses_on_the_cpu():
     assert "No byte crossed a link." in run.stdout and "nothing is written" in lines[-1]
 
 
+@thorough
 def test_bench_starts_no_case_after_the_time_limit():
     run = bench("ag_gemm", "--solo", "4", "--shapes", "256x128x128", "--seconds", "0.001")
     assert run.returncode == 0, run.stderr[-2000:]

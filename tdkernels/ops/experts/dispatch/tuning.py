@@ -90,8 +90,7 @@ class _EpTunable(ConfigTunable):
     def default(self, problem: "Problem", device: torch.device) -> EpConfig:
         return ep_config.default_config(device, self.name, _is_bounded(problem), _tokens(problem))
 
-    def invariant(self, problem: "Problem", device: torch.device) -> EpConfig:
-        return self.default(problem, device)  # rows are copied, and the default combines "per_expert" in this mode
+    invariant = default  # rows are copied, and the default combines "per_expert" in this mode
 
     def goes_in_graphs(self, problem: "Problem") -> bool:
         return not problem.layout.startswith("exact")
