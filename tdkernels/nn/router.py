@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tdkernels.ops.dense.local import linear_with_gradient
+from tdkernels.ops.dense.local import linear
 
 SCORES = ("softmax", "sigmoid")
 
@@ -81,9 +81,9 @@ class Router(torch.nn.Module):
             module does not.
         """
         if self.scores == "softmax":
-            scores = torch.softmax(linear_with_gradient(x, self.weight), dim=-1, dtype=torch.float32)
+            scores = torch.softmax(linear(x, self.weight), dim=-1, dtype=torch.float32)
         else:
-            scores = torch.sigmoid(linear_with_gradient(x.float(), self.weight.float()))
+            scores = torch.sigmoid(linear(x.float(), self.weight.float()))
         bias = self.e_score_correction_bias
         topk_ids = torch.topk(scores if bias is None else scores + bias, self.top_k, dim=-1).indices
         if bias is not None and self.training:

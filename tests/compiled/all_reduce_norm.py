@@ -3,8 +3,9 @@
 import torch
 
 from tdkernels.ops.collectives.norm import launch
-from tdkernels.ops.collectives.norm.config import AllReduceNormConfig, Options
+from tdkernels.ops.collectives.norm.config import AllReduceNormConfig
 from tdkernels.ops.common.fp8_codes import format_for
+from tdkernels.ops.common.norm_launch import Options, kernel_outputs
 from tests.support.aot import PLAN
 
 # {name: fields of the config}. A row of 16 warps has at most 8192 elements in registers.
@@ -25,7 +26,7 @@ def norm_launch(
     has_bias = layer_norm if bias is None else bias
     operands = x, torch.empty_like(x) if residual else None, weight, torch.empty_like(weight) if has_bias else None
     options = Options("all_reduce_layer_norm" if layer_norm else "all_reduce_rms_norm", 1e-5, quantize)
-    outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in launch._kernel_outputs(x, options)]
+    outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in kernel_outputs(x, x.shape, options)]
     config = AllReduceNormConfig(**EXCHANGES[exchange] | changes)
     ctx = torch.empty(64, dtype=torch.int64)
     kernel, args, kwargs = launch.arguments(ctx, operands, outputs, PLAN, ranks, options, config)

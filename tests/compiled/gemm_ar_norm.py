@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tdkernels.ops.collectives.norm.config import Options
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.fp8_codes import format_for
+from tdkernels.ops.common.norm_launch import Options, kernel_outputs
 from tdkernels.ops.dense.gemm_ar_norm import launch
 from tdkernels.ops.dense.gemm_ar_norm.config import GemmArNormConfig
 from tdkernels.ops.dense.gemm_ar_norm.kernel import gemm_ar_norm_kernel
@@ -31,7 +31,7 @@ def compile_gemm_ar_norm(
         torch.empty_like(norm_weight) if has_norm_bias else None,
     )
     options = Options("gemm_ar_layer_norm" if layer_norm else "gemm_ar_rms_norm", 1e-5, quantize)
-    outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in launch.kernel_outputs(x, n, options)]
+    outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in kernel_outputs(x, (len(x), n), options)]
     config = GemmArNormConfig(tiles=tiles or one_shot_tiles_for(arch, dtype, max(next_power_of_2(rows), 16)), **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm_operands, "has_tma", lambda device: uses_tma(arch, dtype))

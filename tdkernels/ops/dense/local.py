@@ -12,24 +12,15 @@ from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight.T + bias for x [..., K] and weight [N, K]. In the batch-invariant mode it has no gradient."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias for x [..., K] and weight [N, K]."""
     if not is_batch_invariant():
         return F.linear(x, weight, bias)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     splits = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-    # Without a config: the operator selects that of the mode.
-    y, _ = torch.ops.tdkernels.group_gemm(rows, weight.unsqueeze(0), splits, "", False, "")
+    y = group_gemm(rows, weight.unsqueeze(0), splits)
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def linear_with_gradient(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight.T for x [rows, K] and weight [N, K]. Unlike ``linear``, it always has gradients."""
-    if not is_batch_invariant():
-        return F.linear(x, weight)
-    splits = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    return group_gemm(x, weight.unsqueeze(0), splits)
 
 
 def linear_of_scaled(

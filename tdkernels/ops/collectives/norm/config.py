@@ -1,7 +1,7 @@
 """Config of all_reduce_rms_norm and all_reduce_layer_norm, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.collectives.config import default_exchange
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -19,25 +19,6 @@ PER_WARP = 512
 _LEAST_SHARE = 1024
 # With "one_shot" a row is divided until this many programs receive. (Estimate.)
 _PROGRAMS = 64
-
-
-class Options(NamedTuple):
-    """What is computed, besides the operands.
-
-    Attributes:
-        operator: Name of the operator, which ends with "rms_norm" or "layer_norm".
-        eps: Added to the mean of squares.
-        quantize: None or "fp8".
-    """
-
-    operator: str
-    eps: float
-    quantize: str | None
-
-    @property
-    def is_layer_norm(self) -> bool:
-        """Whether the norm is LayerNorm."""
-        return self.operator.endswith("layer_norm")
 
 
 @dataclass(frozen=True)
@@ -111,5 +92,5 @@ def default_config(
 
 
 def wide_columns(num_warps: int, dtype: "torch.dtype", device: "torch.device") -> int:
-    """Return the number of columns of which each thread of a program sends 16 bytes, at most 16384."""
+    """Return the number of columns that a program sends at a time if each thread sends 16 bytes, at most 16384."""
     return min(16 // dtype.itemsize * num_warps * (1024 // gpu.max_warps(device)), 16384)

@@ -9,14 +9,14 @@ import torch
 import triton.language as tl
 
 from tdkernels.ops.collectives.norm import kernel as kernels
-from tdkernels.ops.collectives.norm.config import PER_WARP, Options
+from tdkernels.ops.collectives.norm.config import PER_WARP
+from tdkernels.ops.common import norm_launch
 from tdkernels.ops.common.config import with_config
-from tdkernels.ops.common.fp8_codes import format_for
 from tdkernels.ops.common.gemm_operands import rows_contiguous
-from tdkernels.ops.common.norm_rows import Norm
+from tdkernels.ops.common.norm_launch import Options, kernel_outputs, with_codes
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime import gpu, kernel_launch
-from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
+from tdkernels.runtime import kernel_launch
+from tdkernels.runtime.kernel_launch import Launch, launch_cached
 from tdkernels.symm import get_workspace
 
 if TYPE_CHECKING:
@@ -60,16 +60,14 @@ def arguments(
     ctx: torch.Tensor, operands: Operands, outputs: list[torch.Tensor], plan: int, world_size: int, options: Options,
     config: "AllReduceNormConfig",
 ) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the kernel, its arguments and its constants; ``outputs`` as from ``_kernel_outputs``."""
+    """Return the kernel, its arguments and its constants; ``outputs`` as from ``kernel_outputs``."""
     x, residual, weight, bias = operands
     y, r, *scale, stats = outputs
     hidden = x.shape[-1]
     rows = x.numel() // hidden
     in_registers, programs_of_row = row_programs(hidden, config)
-    codes = gpu.e4m3_dtype(x.device)
     constants = {
-        "NORM": Norm(options.is_layer_norm, residual is not None, bias is not None, hidden % 16 == 0),
-        "FORMAT": format_for(codes, gpu.converts_to_e4m3(x.device)) if options.quantize else None,
+        **norm_launch.constants(x, hidden, residual, bias, options),
         "DTYPE": _TYPES[x.dtype], "ITEM_BYTES": x.element_size(), "RANKS": world_size,
         "IN_REGISTERS": in_registers, "num_warps": config.num_warps,
         "BLOCK": next_power_of_2(hidden) if in_registers else PER_WARP * config.num_warps,
@@ -82,26 +80,13 @@ def arguments(
     return kernels.all_reduce_norm_one_shot_kernel, (*args, share, options.eps, plan), constants
 
 
-def output_specs(x: torch.Tensor, options: Options) -> list[torch.Tensor]:
-    """Return placeholders of y, r, with fp8 the scales [..., 1], and the statistics [rows, 2]."""
-    y = output_spec(x, *x.shape, dtype=gpu.e4m3_dtype(x.device) if options.quantize else None)
-    scale = [output_spec(x, *x.shape[:-1], 1, dtype=torch.float32)] if options.quantize else []
-    return [y, output_spec(x, *x.shape), *scale, output_spec(x, x.numel() // x.shape[-1], 2, dtype=torch.float32)]
-
-
-def _kernel_outputs(x, options):
-    """Return ``output_specs`` with codes as uint8: Triton has no pointers to e4m3 before sm_89."""
-    y, *others = output_specs(x, options)
-    return [output_spec(x, *y.shape, dtype=torch.uint8) if options.quantize else y, *others]
-
-
 def compile(operands: Operands, world_size: int, options: Options, config: "AllReduceNormConfig") -> None:
     """Compile the kernel that ``launch`` would launch, into Triton's cache, without launching it."""
     if operands[0].device.type == "cpu":
         return  # the CPU interprets
     x = operands[0]
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    outputs = [torch.empty(1, dtype=spec.dtype, device=x.device) for spec in _kernel_outputs(x, options)]
+    outputs = [torch.empty(1, dtype=spec.dtype, device=x.device) for spec in kernel_outputs(x, x.shape, options)]
     kernel, args, constants = arguments(ctx, operands, outputs, 0, world_size, options, config)
     kernel.warmup(*args, grid=(1,), **constants)
 
@@ -111,7 +96,7 @@ def launch(
 ) -> list[torch.Tensor]:
     """Run the fused kernel on an x that is not empty; return y, r, with fp8 the scales, and the statistics."""
     y, *others = launch_cached(*_launch_call(operands, options, group, config))
-    return [y.view(gpu.e4m3_dtype(y.device)) if options.quantize else y, *others]
+    return [with_codes(y, options), *others]
 
 
 def bind(
@@ -140,7 +125,7 @@ def _prepare(workspace, operands, options, config):
     )
     fields = with_config(problem_fields(operands, options), config)
     plan = workspace.prepare(options.operator, fields, half_bytes, half_signals)
-    outputs = _kernel_outputs(x, options)
+    outputs = kernel_outputs(x, x.shape, options)
     kernel, args, constants = arguments(workspace.ctx, operands, outputs, plan, world_size, options, config)
     programs = min(units, config.num_programs)
     grid = (programs if config.exchange == "two_shot" else 2 * programs,)  # "one_shot": half of the programs send

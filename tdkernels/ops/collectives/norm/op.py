@@ -29,10 +29,11 @@ from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.invariance import check_invariant, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives.norm import launch, reference
-from tdkernels.ops.collectives.norm.config import AllReduceNormConfig, Options
+from tdkernels.ops.collectives.norm.config import AllReduceNormConfig
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config, from_text, with_config
 from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.norm_launch import Options, output_specs, uninitialized
 from tdkernels.ops.common.norm_validation import check_dense, check_norm, check_quantize
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.common.validation import shape_of
@@ -93,7 +94,7 @@ def run(
         return _by_torch(operands, options, group)
     if not x.numel():
         group_state(group).check_consensus_cached(options.operator, launch.problem_fields(operands, options))
-        return [x.new_empty(spec.shape, dtype=spec.dtype) for spec in launch.output_specs(x, options)]
+        return uninitialized(x, output_specs(x, x.shape, options))
     resolved = _config_for(config, operands, options, group)
     if resolved.method != "fused":
         fields = with_config(launch.problem_fields(operands, options), resolved)
@@ -121,8 +122,7 @@ def _forward_fp8(x, residual, weight, bias, operator, eps, group, config):
 
 
 def _fake_forward_fp8(x, residual, weight, bias, operator, eps, group, config):
-    specs = launch.output_specs(x, Options(operator, eps, "fp8"))
-    return tuple(x.new_empty(spec.shape, dtype=spec.dtype) for spec in specs[:3])
+    return tuple(uninitialized(x, output_specs(x, x.shape, Options(operator, eps, "fp8"))[:3]))
 
 
 _OPERANDS = "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, str operator, float eps"

@@ -17,11 +17,11 @@ from tdkernels.ops.collectives.norm.config import (
     PER_WARP,
     ROW_PROGRAMS,
     AllReduceNormConfig,
-    Options,
     default_config,
     wide_columns,
 )
 from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.norm_launch import Options
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu

@@ -1,8 +1,9 @@
 """Config of gemm_ar_rms_norm and gemm_ar_layer_norm, and the heuristic that selects a config without tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.collectives.norm.config import ROW_PROGRAMS
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles
@@ -75,3 +76,14 @@ def invariant_config(dtype: "torch.dtype", device: "torch.device") -> GemmArNorm
     """Return the config of the batch-invariant mode: the same for all shapes."""
     tiles, _ = small_m_gemm.default_tiles(64, 64, 1, dtype, device)
     return GemmArNormConfig("fused", tiles, num_programs=4 if device.type == "cpu" else 128)
+
+
+def completed(
+    config: GemmArNormConfig, rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device"
+) -> GemmArNormConfig:
+    """Return the config with tiles: its own, those of the batch-invariant mode, or the default ones."""
+    if config.method != "fused" or config.tiles is not None:
+        return config
+    if is_batch_invariant():
+        return replace(config, tiles=invariant_config(dtype, device).tiles)
+    return replace(config, tiles=small_m_gemm.default_tiles(rows, n, k, dtype, device)[0])

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.ops.collectives.norm.config import Options
-from tdkernels.ops.common import gemm_operands, small_m_gemm
+from tdkernels.ops.common import gemm_operands, norm_launch, small_m_gemm
 from tdkernels.ops.common.config import with_config
-from tdkernels.ops.common.fp8_codes import format_for
-from tdkernels.ops.common.norm_rows import Norm
+from tdkernels.ops.common.norm_launch import Options, kernel_outputs, with_codes
 from tdkernels.ops.dense.gemm_ar_norm.config import registers_hold
 from tdkernels.ops.dense.gemm_ar_norm.kernel import gemm_ar_norm_kernel
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime import gpu, kernel_launch
-from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
+from tdkernels.runtime import kernel_launch
+from tdkernels.runtime.kernel_launch import Launch, launch_cached
 from tdkernels.symm import get_workspace
 
 if TYPE_CHECKING:
@@ -40,20 +38,6 @@ def problem_fields(operands: Operands, options: Options) -> dict[str, Any]:
     }
 
 
-def output_specs(x: torch.Tensor, n: int, options: Options) -> list[torch.Tensor]:
-    """Return placeholders of y and r [M, N], with fp8 the scales [M, 1], and the statistics [M, 2]."""
-    m = x.shape[0]
-    y = output_spec(x, m, n, dtype=gpu.e4m3_dtype(x.device) if options.quantize else None)
-    scale = [output_spec(x, m, 1, dtype=torch.float32)] if options.quantize else []
-    return [y, output_spec(x, m, n), *scale, output_spec(x, m, 2, dtype=torch.float32)]
-
-
-def kernel_outputs(x: torch.Tensor, n: int, options: Options) -> list[torch.Tensor]:
-    """Return ``output_specs`` with codes as uint8: Triton has no pointers to e4m3 before sm_89."""
-    y, *others = output_specs(x, n, options)
-    return [output_spec(x, *y.shape, dtype=torch.uint8) if options.quantize else y, *others]
-
-
 def arguments(
     ctx: torch.Tensor, operands: Operands, outputs: list[torch.Tensor], scratch: torch.Tensor, plan: int,
     world_size: int, options: Options, config: "GemmArNormConfig",
@@ -68,11 +52,9 @@ def arguments(
     in_registers = n <= held
     row_programs = config.row_programs if in_registers else 1
     share = cdiv(cdiv(n, row_programs), 16) * 16  # columns of a program: whole vectors
-    codes = gpu.e4m3_dtype(x.device)
     weight, stride_w, x_desc, w_desc, constants = small_m_gemm.product(x, weight, bias, tiles)
+    constants |= norm_launch.constants(x, n, residual, norm_bias, options)
     constants |= {
-        "NORM": Norm(options.is_layer_norm, residual is not None, norm_bias is not None, n % 16 == 0),
-        "FORMAT": format_for(codes, gpu.converts_to_e4m3(x.device)) if options.quantize else None,
         "SPLIT": split_k > 1, "RANKS": world_size, "IN_REGISTERS": in_registers, "ROW_PROGRAMS": row_programs,
         "BLOCK": next_power_of_2(n) if in_registers else held,
     }
@@ -89,7 +71,7 @@ def compile(operands: Operands, world_size: int, options: Options, config: "Gemm
     if x.device.type == "cpu":
         return  # the CPU interprets
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    specs = kernel_outputs(x, weight.shape[0], options)
+    specs = kernel_outputs(x, (x.shape[0], weight.shape[0]), options)
     outputs = [torch.empty(1, dtype=spec.dtype, device=x.device) for spec in specs]
     scratch = torch.empty(1, dtype=torch.float32, device=x.device)
     args, constants = arguments(ctx, operands, outputs, scratch, 0, world_size, options, config)
@@ -99,9 +81,9 @@ def compile(operands: Operands, world_size: int, options: Options, config: "Gemm
 def launch(
     operands: Operands, options: Options, group: "dist.ProcessGroup", config: "GemmArNormConfig"
 ) -> list[torch.Tensor]:
-    """Run the fused kernel on operands that are not empty; return the tensors of ``output_specs``."""
+    """Run the fused kernel on operands that are not empty; return the tensors of ``norm_launch.output_specs``."""
     y, *others, _ = launch_cached(*_launch_call(operands, options, group, config))  # the last is scratch memory
-    return [y.view(gpu.e4m3_dtype(y.device)) if options.quantize else y, *others]
+    return [with_codes(y, options), *others]
 
 
 def bind(
@@ -133,7 +115,7 @@ def _prepare(workspace, operands, options, config):
     fields = with_config(problem_fields(operands, options), config)
     plan = workspace.prepare(options.operator, fields, data_bytes, ranks * tiles_m, num_flags=count + tiles_m)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
-    outputs = kernel_outputs(x, n, options)
+    outputs = kernel_outputs(x, (m, n), options)
     args, constants = arguments(workspace.ctx, operands, outputs, scratch, plan, ranks, options, config)
     programs = count * config.split_k + min(m * constants["ROW_PROGRAMS"], config.num_programs)
     made = (*outputs, scratch)

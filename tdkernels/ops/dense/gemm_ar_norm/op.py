@@ -25,26 +25,24 @@ Example:
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
+from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives.norm import op as norm
 from tdkernels.ops.collectives.norm import reference as norm_reference
-from tdkernels.ops.collectives.norm.config import Options
-from tdkernels.ops.common import small_m_gemm, validation
-from tdkernels.ops.common.config import as_argument, check_config, from_text, with_config
-from tdkernels.ops.common.gemm_tunable import call_of
+from tdkernels.ops.common import validation
+from tdkernels.ops.common.config import as_argument, check_config, with_config
+from tdkernels.ops.common.gemm_tunable import call_of, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.norm_launch import Options, output_specs, uninitialized
 from tdkernels.ops.common.norm_validation import check_norm, check_quantize
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.dense.gemm_ar_norm import launch, reference
-from tdkernels.ops.dense.gemm_ar_norm.config import GemmArNormConfig, invariant_config
+from tdkernels.ops.dense.gemm_ar_norm.config import GemmArNormConfig, completed
 from tdkernels.ops.dense.local import linear
 from tdkernels.ops.dense.weight_gradient import as_list, check_main_grad, local_weight_gradient
 from tdkernels.runtime import autograd, call_cache, gpu, torch_op
@@ -60,28 +58,11 @@ _NORMS = {"gemm_ar_rms_norm": "all_reduce_rms_norm", "gemm_ar_layer_norm": "all_
 # ---- torch.library operators, for torch.compile ----
 
 
-def _with_tiles(config, x, weight):
-    """Return the config with the default tiles if it needs tiles and has none."""
-    if config.method != "fused" or config.tiles is not None:
-        return config
-    if is_batch_invariant():
-        return replace(config, tiles=invariant_config(x.dtype, x.device).tiles)
-    tiles, _ = small_m_gemm.default_tiles(x.shape[0], *weight.shape, x.dtype, x.device)
-    return replace(config, tiles=tiles)
-
-
-def _explicit(text, operator):
-    """Return the config given as ``text``, and raise ValueError if it is not allowed in the batch-invariant mode."""
-    config = from_text(GemmArNormConfig, text)
-    check_invariant(operator, config)
-    return config
-
-
 def _config_for(text, operands, options, group):
     """Return the resolved config of a call: the config given as ``text``, or the selected one if it is empty."""
     x, weight = operands[:2]
     if text:
-        return _with_tiles(_explicit(text, options.operator), x, weight)
+        return completed(explicit_config(options.operator, text), x.shape[0], *weight.shape, x.dtype, x.device)
     if spans_nodes(group):
         reject_invariant(options.operator, "a group on several nodes")
         return GemmArNormConfig(method="torch")
@@ -105,7 +86,7 @@ def run_by(
     if config.method == "torch":
         return reference.forward(*operands, options.eps, options.is_layer_norm, options.quantize, group)
     x, weight, bias, residual, norm_weight, norm_bias = operands
-    partial = F.linear(x, weight, bias if group.rank() == 0 else None)  # the bias is added once
+    partial = reference.partial_product(x, weight, bias, group)
     of_norm = Options(_NORMS[options.operator], options.eps, options.quantize)
     return norm.run((partial, residual, norm_weight, norm_bias), of_norm, group, "")
 
@@ -123,11 +104,11 @@ def _run(operands, options, group, config):
     x, weight = operands[:2]
     if group.size() == 1:
         if config:
-            _explicit(config, options.operator)
+            explicit_config(options.operator, config)
         return _run_alone(operands, options, group)
     if not x.shape[0]:
         group_state(group).check_consensus_cached(options.operator, launch.problem_fields(operands, options))
-        return [x.new_empty(spec.shape, dtype=spec.dtype) for spec in launch.output_specs(x, weight.shape[0], options)]
+        return uninitialized(x, output_specs(x, (0, weight.shape[0]), options))
     config = _config_for(config, operands, options, group)
     if config.method != "fused":
         fields = with_config(launch.problem_fields(operands, options), config)
@@ -144,9 +125,9 @@ def _forward(x, weight, bias, residual, norm_weight, norm_bias, operator, eps, k
 
 
 def _fake_forward(x, weight, bias, residual, norm_weight, norm_bias, operator, eps, keep, group, config):
-    y, r, stats = launch.output_specs(x, weight.shape[0], Options(operator, eps, None))
-    stats_shape = stats.shape if keep else (0,)
-    return x.new_empty(y.shape), x.new_empty(r.shape), x.new_empty(stats_shape, dtype=stats.dtype)
+    shape = x.shape[0], weight.shape[0]
+    y, r, stats = uninitialized(x, output_specs(x, shape, Options(operator, eps, None)))
+    return y, r, stats if keep else stats.new_empty(0)
 
 
 def _forward_fp8(x, weight, bias, residual, norm_weight, norm_bias, operator, eps, group, config):
@@ -155,8 +136,8 @@ def _forward_fp8(x, weight, bias, residual, norm_weight, norm_bias, operator, ep
 
 
 def _fake_forward_fp8(x, weight, bias, residual, norm_weight, norm_bias, operator, eps, group, config):
-    specs = launch.output_specs(x, weight.shape[0], Options(operator, eps, "fp8"))
-    return tuple(x.new_empty(spec.shape, dtype=spec.dtype) for spec in specs[:3])
+    shape = x.shape[0], weight.shape[0]
+    return tuple(uninitialized(x, output_specs(x, shape, Options(operator, eps, "fp8"))[:3]))
 
 
 _OPERANDS = (
@@ -194,11 +175,7 @@ class _GemmArNorm(torch.autograd.Function):
         need_r = need_x or need_weight or need_bias or need_residual
         dnorm_weight = dnorm_bias = dx = dweight = dbias = None
         dz = dr
-        if dy is not None and not r.numel():  # no rows: the sums over the rows are zero
-            dz = torch.zeros_like(r)
-            dnorm_weight = torch.zeros_like(norm_weight) if need_norm_weight else None
-            dnorm_bias = torch.zeros_like(norm_weight) if need_norm_bias else None
-        elif dy is not None:
+        if dy is not None:
             wanted, is_layer_norm = (need_r, need_norm_weight, need_norm_bias), ctx.operator.endswith("layer_norm")
             of_norm, dnorm_weight, dnorm_bias = norm_reference.gradients(
                 dy, r, norm_weight, stats, is_layer_norm, wanted

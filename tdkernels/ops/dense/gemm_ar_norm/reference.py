@@ -7,13 +7,20 @@ from tdkernels.ops.collectives.norm import reference as norm
 from tdkernels.symm import GroupLike, resolve_group
 
 
+def partial_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """Return this rank's part of the sum, x @ weight.T. Rank 0 adds the bias, so that it is added once."""
+    return F.linear(x, weight, bias if group.rank() == 0 else None)
+
+
 def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
     norm_weight: torch.Tensor, norm_bias: torch.Tensor | None, eps: float, is_layer_norm: bool, quantize: str | None,
     group: torch.distributed.ProcessGroup,
 ) -> tuple[torch.Tensor, ...]:
     """Return (y, r), or (codes, r, scale) with ``quantize``, for x [M, K / W]. No gradient."""
-    partial = F.linear(x, weight, bias if group.rank() == 0 else None)  # the bias is added once
+    partial = partial_product(x, weight, bias, group)
     return norm.forward(partial, residual, norm_weight, norm_bias, eps, is_layer_norm, quantize, group)
 
 

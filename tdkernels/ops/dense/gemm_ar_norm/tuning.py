@@ -13,14 +13,16 @@ import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.collectives.norm.config import ROW_PROGRAMS, AllReduceNormConfig, Options
+from tdkernels.ops.collectives.norm.config import ROW_PROGRAMS, AllReduceNormConfig
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.norm_launch import Options
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.dense.gemm_ar_norm import launch, op, reference
 from tdkernels.ops.dense.gemm_ar_norm.config import (
     GemmArNormConfig,
+    completed,
     default_config,
     invariant_config,
     registers_hold,
@@ -81,10 +83,8 @@ class GemmArNormTunable(ConfigTunable):
         return super().config_from_dict(values)
 
     def completed(self, config: GemmArNormConfig, problem: "Problem", device: torch.device) -> GemmArNormConfig:
-        if config.method != "fused" or config.tiles is not None:
-            return config
         m, n, k = _of_a_rank(problem)
-        return replace(config, tiles=small_m_gemm.default_tiles(m, n, k, problem.torch_dtype, device)[0])
+        return completed(config, m, n, k, problem.torch_dtype, device)
 
     def default(self, problem: "Problem", device: torch.device) -> GemmArNormConfig:
         m, n, k = _of_a_rank(problem)
