@@ -123,6 +123,11 @@ def read_norms(folder):
     return _read_kind(folder, "norm")
 
 
+def read_gemm_ar_norms(folder):
+    """Return the rows of GEMM and all-reduce with residual addition and norm."""
+    return _read_kind(folder, "gemm_ar_norm")
+
+
 def read_ep(folder):
     """Return the rows of expert-parallel dispatch and combine."""
     return _read_kind(folder, "ep")

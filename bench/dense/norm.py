@@ -33,8 +33,8 @@ from bench.core.row_files import append
 from bench.run import revision
 from tdkernels import GemmArNormConfig
 from tdkernels.launch import RankPool, pick_device, rank_device
-from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.torch_collectives import all_reduce
+from tdkernels.ops.dense.gemm_ar_norm.config import fused_config
 
 OPERATOR = "gemm_ar_rms_norm"
 LAYERS = {
@@ -101,8 +101,7 @@ def _fused(config):
 def _default(shape):
     """Return the heuristic config of method "fused", for any number of rows."""
     m, n, k = shape
-    tiles, split_k = small_m_gemm.default_tiles(m, n, k // dist.get_world_size(), torch.bfloat16, rank_device())
-    return GemmArNormConfig("fused", tiles, split_k, num_programs=128 if rank_device().type == "cuda" else 4)
+    return fused_config(m, n, k // dist.get_world_size(), torch.bfloat16, rank_device())
 
 
 def methods(shape):

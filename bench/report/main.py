@@ -8,6 +8,7 @@ from bench.collectives import norm_report
 from bench.collectives import plots as collective_plots
 from bench.collectives import report as collective_report
 from bench.core.points import BadRow
+from bench.dense import norm_report as gemm_norm_report
 from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, moe_report
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
@@ -80,7 +81,9 @@ def figures(rows):
 def pages(rows):
     """Return {relative path: Markdown}: the summary README.md and a page for each family that has rows."""
     families = {
-        "dense": ("Dense operators", [dense.text(rows.dense, _link), torch_operators.text(rows.torch_operators)]),
+        "dense": ("Dense operators",
+                  [dense.text(rows.dense, _link), gemm_norm_report.text(rows.gemm_ar_norms),
+                   torch_operators.text(rows.torch_operators)]),
         "scaled": ("Dense operators with scaled fp8 operands", [scaled.text(rows.scaled)]),
         "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link), norm_report.text(rows.norms)]),

@@ -10,15 +10,16 @@ class Rows:
     """The measurements that a report is made of; each field may be empty.
 
     dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
-    others:       JSONL rows as dictionaries: collectives, norms after an all-reduce, dispatch and combine, layers of
-                  experts and grouped GEMM, flash-decode, sequence parallelism, network primitives, host time per call,
-                  configs that the tuner selected, test runs, solo mode, torch's fused operators, whole models in
-                  frameworks, scaled fp8 operands
+    others:       JSONL rows as dictionaries: collectives, norms after an all-reduce, GEMMs before these norms, dispatch
+                  and combine, layers of experts and grouped GEMM, flash-decode, sequence parallelism, network
+                  primitives, host time per call, configs that the tuner selected, test runs, solo mode, torch's fused
+                  operators, whole models in frameworks, scaled fp8 operands
     """
 
     dense: tuple = ()
     collectives: tuple = ()
     norms: tuple = ()
+    gemm_ar_norms: tuple = ()
     dispatch: tuple = ()
     layers: tuple = ()
     decode: tuple = ()
@@ -40,7 +41,7 @@ def read(folder):
     """Read the rows of a folder; ``points.BadRow`` if a line cannot be read."""
     return Rows(
         dense=points.read(folder), collectives=points.read_collectives(folder), norms=points.read_norms(folder),
-        dispatch=points.read_ep(folder),
+        gemm_ar_norms=points.read_gemm_ar_norms(folder), dispatch=points.read_ep(folder),
         layers=points.read_layers(folder), decode=points.read_decode(folder), sequences=points.read_sequences(folder),
         network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
         tests=points.read_tests(folder), solo=points.read_solo(folder),

@@ -1,5 +1,7 @@
 """The page of test runs on GPUs, and which operator was measured on which hardware."""
 
+import itertools
+
 from bench.report.cells import markdown, short_revision
 
 _INTRO = """Runs of the tests on GPUs, newest first, and measurements by operator and hardware. A run says nothing about
@@ -8,9 +10,10 @@ kernels that changed after it. "Passes" counts repetitions. Ranks that share a G
 """
 _RUNS = ("date", "GPUs", "revision", "tests", "passes", "failures", "ranks", "what ran")
 _FAMILIES = (
-    ("collectives", "collective"), ("all-reduce and norm", "norm"), ("dispatch and combine", "ep"),
-    ("layers of experts", "tp_moe"), ("layers of experts", "ep_moe"), ("grouped GEMM", "group_gemm"),
-    ("flash_decode", "flash_decode"), ("ag_attention", "ag_attention"), ("ulysses", "ulysses"),
+    ("collectives", "collective"), ("all-reduce and norm", "norm"), ("GEMM, all-reduce and norm", "gemm_ar_norm"),
+    ("dispatch and combine", "ep"), ("layers of experts", "tp_moe"), ("layers of experts", "ep_moe"),
+    ("grouped GEMM", "group_gemm"), ("flash_decode", "flash_decode"), ("ag_attention", "ag_attention"),
+    ("ulysses", "ulysses"),
 )
 
 
@@ -66,7 +69,8 @@ def _matrix(rows):
     for point in rows.dense:
         _mark(cells, point.operator, point.settings, "T" if point.tuner else "B")
     names = dict((what, name) for name, what in _FAMILIES)
-    for row in (*rows.collectives, *rows.norms, *rows.dispatch, *rows.layers, *rows.decode, *rows.sequences):
+    kinds = rows.collectives, rows.norms, rows.gemm_ar_norms, rows.dispatch, rows.layers, rows.decode, rows.sequences
+    for row in itertools.chain(*kinds):
         _mark(cells, names[row["what"]], row, "B")
     for row in rows.tuner:
         _mark(cells, row["op"], row, "T")

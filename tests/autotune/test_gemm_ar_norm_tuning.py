@@ -8,7 +8,7 @@ import torch
 from tdkernels import GemmArNormConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.ops.dense.gemm_ar_norm.config import default_config, registers_hold
+from tdkernels.ops.dense.gemm_ar_norm.config import completed, default_config, registers_hold
 from tests.autotune.test_cost_model import GPU, H200
 
 OPERATORS = "gemm_ar_rms_norm", "gemm_ar_layer_norm"
@@ -100,6 +100,17 @@ def test_defaults_can_run(fake_h200):
                 config = default_config(rows, n, 512, BF16, device)
                 assert config.illegal(device, BF16) is None
                 assert config.method == ("fused" if rows <= most else "separate")
+
+
+def test_default_tiles_keep_a_row_in_registers(fake_h200):
+    """Up to 8192 columns of 16 bits."""
+    for n, dtype, num_warps in (
+        (4096, BF16, 4), (4100, BF16, 8), (8192, BF16, 8), (8200, BF16, 4), (4096, torch.float32, 4),
+    ):
+        for rows in (1, 64):
+            config = default_config(rows, n, 4096, dtype, GPU)
+            assert config.tiles.num_warps == num_warps, (rows, n, dtype)
+            assert completed(GemmArNormConfig(), rows, n, 4096, dtype, GPU).tiles == config.tiles
 
 
 @each_operator

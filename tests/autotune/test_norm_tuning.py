@@ -68,8 +68,21 @@ def test_exchange_of_the_cheapest_config_depends_on_the_rows(fake_h200):
 def test_invariant_config_does_not_depend_on_the_rows(fake_h200):
     op = tunable("all_reduce_rms_norm")
     for ranks, exchange in ((2, "one_shot"), (8, "two_shot")):
-        found = {op.invariant(problem_of("all_reduce_rms_norm", rows, 8192, ranks), GPU) for rows in (1, 64, 4096)}
-        assert {(config.exchange, config.num_warps) for config in found} == {(exchange, 16)}
+        for hidden, num_warps in ((8192, 16), (16384, 32)):
+            problems = [problem_of("all_reduce_rms_norm", rows, hidden, ranks) for rows in (1, 64, 128, 4096)]
+            found = {op.invariant(problem, GPU) for problem in problems}
+            assert {(config.exchange, config.num_warps) for config in found} == {(exchange, num_warps)}
+
+
+def test_default_of_two_ranks_depends_on_the_rows(fake_h200):
+    def found(rows, hidden, ranks=2):
+        config = tunable("all_reduce_rms_norm").default(problem_of("all_reduce_rms_norm", rows, hidden, ranks), GPU)
+        return config.exchange, config.num_warps
+
+    assert found(132, 8192) == ("one_shot", 16) and found(133, 8192) == ("two_shot", 16)
+    assert found(1, 8192, ranks=4) == ("one_shot", 16) and found(256, 8192, ranks=4) == ("two_shot", 16)
+    assert found(127, 16384) == ("one_shot", 32) and found(128, 16384) == ("one_shot", 16)
+    assert found(256, 20000) == ("one_shot", 32), "the row is read again anyway"
 
 
 def test_default_sends_16_bytes_per_thread(fake_h200):

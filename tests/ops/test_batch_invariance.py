@@ -188,15 +188,18 @@ def test_gradients_of_float8_layers(float8, dim):
 
 
 def router_gradients():
-    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(5)).to(device())
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(6, 16, generator=generator).to(device())
     router = tdkernels.nn.Router(16, 4, 2).to(device())
+    router.weight.data.copy_(torch.randn(4, 16, generator=generator) / 4)
     gradients = []
     for enabled in (False, True):
         with tdkernels.batch_invariant(enabled):
-            router(x)[1].sum(-1).mul(torch.arange(6, device=device())).sum().backward()
+            # The weights of one choice: the sum over the choices of a token is 1, so its gradient is only rounding.
+            router(x)[1][:, 0].mul(torch.arange(6, device=device())).sum().backward()
         gradients.append(router.weight.grad)
         router.weight.grad = None
-    assert gradients[0].abs().max() > 0
+    assert gradients[0].abs().max() > 0.1
     torch.testing.assert_close(*gradients)
 
 

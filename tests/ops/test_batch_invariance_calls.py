@@ -32,10 +32,11 @@ def restored():
     shared_settings.set_batch_invariant(None)
 
 
-def calls(group, **config):
+def calls(group, dtype=torch.float32, **config):
     """Return {operator: call}, with configs by the operator's name."""
-    x, weight, q, cache, lens, ids, weights = cases.operands()
-    gate_up, down, kv = torch.randn(2, 16, 16), torch.randn(2, 16, 8), cache[:, :4]
+    x, weight, q, cache, lens, ids, weights = cases.operands(dtype)
+    gate_up, down = (torch.randn(2, 16, k).to(device(), dtype) for k in (16, 8))
+    kv = cache[:, :4]
 
     def combine():
         recv, handle = tdkernels.ep_dispatch(x, ids, weights, num_experts=2, group=group)
@@ -91,8 +92,10 @@ def rejects():
     """Check the errors of configs and of calls that depend on the batch, also if the call cache knows the call."""
     x, weight, *_ = cases.operands()
     for operator, config, field in VARIANT:
+        if config.illegal(device(), torch.bfloat16) is not None:
+            continue  # torch's grouped GEMM needs bf16 and sm_90 or sm_100 on GPUs
         with a_group() as group:
-            call = calls(group, **{operator: config})[operator]
+            call = calls(group, torch.bfloat16, **{operator: config})[operator]
             call()
             with tdkernels.batch_invariant():
                 error = failure_of(call)
@@ -178,12 +181,15 @@ def test_several_nodes_are_rejected():
 
 
 def compiled(operator):
-    """Compare compiled calls with eager ones, where the setting changes between calls of the same compiled function."""
+    """Compare compiled calls with eager ones, where the setting changes between calls of the same compiled function.
+
+    For these sizes the default of gemm_rs is split-K on every device, and the config of the mode is not, so that the
+    sums in fp32 have different orders.
+    """
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    x, weight = (cases.draw(generator, rows, 200) for rows in (40, 24))
+    x, weight = (cases.draw(generator, rows, 1024) for rows in (16, 24))
     call = {"gemm_rs": tdkernels.gemm_rs, "column_linear": tdkernels.column_linear}[operator]
-    x, weight = (x.bfloat16(), weight.bfloat16()) if operator == "gemm_rs" else (x, weight)
     function = torch.compile(lambda x, weight: call(x, weight), backend="aot_eager", fullgraph=True)
     eager = {}
     for mode in (False, True):
@@ -196,7 +202,7 @@ def compiled(operator):
 
 
 def test_compiled_calls_obey_the_setting_at_run_time():
-    assert any(on_ranks(2, compiled, "gemm_rs"))  # the settings have different results
+    assert all(on_ranks(2, compiled, "gemm_rs"))  # the settings have different results
     on_ranks(1, compiled, "column_linear")
 
 

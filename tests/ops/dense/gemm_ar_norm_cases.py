@@ -170,9 +170,12 @@ def supports_any_layout(operator):
                 ("residual", "misaligned"), ("norm_weight", "misaligned"), ("norm_bias", "every_second"),
                 ("bias", "misaligned"), ("bias", "every_second"),
             ):
-                changed = _in_layout(getattr(case, name).detach(), change)
-                other_y, other_r = replace_operands(case, **{name: changed}).call(config=CONFIGS[config])
-                assert torch.equal(other_r, r) and torch.equal(other_y, y), (name, change, config)
+                other = replace_operands(case, **{name: _in_layout(getattr(case, name).detach(), change)})
+                other_y, other_r = other.call(config=CONFIGS[config])
+                if config == "fused":
+                    assert torch.equal(other_r, r) and torch.equal(other_y, y), (name, change)
+                else:  # torch's GEMM may select another kernel for another layout
+                    other.check(other_y, other_r, in_rank_order=False)
             leading = replace_operands(
                 case, x=case.x.view(1, shape[0], 1, shape[2]), residual=case.residual.view(1, shape[0], 1, shape[1])
             )

@@ -19,6 +19,15 @@ PER_WARP = 512
 _LEAST_SHARE = 1024
 # With "one_shot" a row is divided until this many programs receive. (Estimate.)
 _PROGRAMS = 64
+# Two ranks send the same bytes with both exchanges. With more rows than SMs, a program of "one_shot" adds several rows
+# one after the other, and "two_shot" is faster: 27.2 instead of 29.5 us for 256 rows of 8192 elements, 49.7 instead of
+# 51.9 for 512. For 128 rows it is slower, 19.1 instead of 18.5. (2 H100, bf16, CUDA graphs; longer rows were not
+# measured with more than 128 rows.)
+_TWO_RANKS_MOST_HIDDEN = 8192
+# With "one_shot", from _MANY_ROWS rows on, 16 warps that read a row again are faster than 32 that hold it: 26.1 instead
+# of 28.8 us for 128 rows of 16384 elements. For 16 rows they are slower, 11.0 instead of 10.7. (2 H100, bf16, CUDA
+# graphs; no number of rows in between was measured.)
+_MANY_ROWS, _WARPS_OF_MANY_ROWS = 128, 16
 
 
 @dataclass(frozen=True)
@@ -76,19 +85,32 @@ def default_config(
     rows: int, hidden: int, dtype: "torch.dtype", world_size: int, device: "torch.device", exchange: str | None = None
 ) -> AllReduceNormConfig:
     """Return the heuristic config for x [rows, hidden]. ``exchange``: the one to use, or None for the heuristic one."""
-    exchange = exchange or default_exchange("all_reduce", rows * hidden * dtype.itemsize, world_size, device)
+    exchange = exchange or _default_exchange(rows, hidden, dtype, world_size, device)
     if device.type == "cpu":  # few programs, because the interpreter is slow
         return AllReduceNormConfig("fused", exchange, send_columns=4096, num_programs=4, num_warps=1)
-    num_warps = min(max(next_power_of_2(hidden) // PER_WARP, 4), gpu.max_warps(device))
+    num_warps = warps_of_row(hidden, device)
     if exchange == "two_shot":
         return AllReduceNormConfig("fused", exchange, num_programs=2 * gpu.num_sms(device), num_warps=num_warps)
     row_programs = 1
     while 2 * row_programs * rows <= _PROGRAMS and cdiv(hidden, 2 * row_programs) >= _LEAST_SHARE and row_programs < 8:
         row_programs *= 2
     columns = wide_columns(num_warps, dtype, device)
+    if rows >= _MANY_ROWS and hidden <= PER_WARP * num_warps:
+        num_warps = min(num_warps, _WARPS_OF_MANY_ROWS)
     return AllReduceNormConfig(
         "fused", exchange, row_programs, columns, num_programs=gpu.num_sms(device), num_warps=num_warps
     )
+
+
+def _default_exchange(rows, hidden, dtype, world_size, device):
+    if world_size == 2 and device.type != "cpu" and hidden <= _TWO_RANKS_MOST_HIDDEN and rows > gpu.num_sms(device):
+        return "two_shot"
+    return default_exchange("all_reduce", rows * hidden * dtype.itemsize, world_size, device)
+
+
+def warps_of_row(hidden: int, device: "torch.device") -> int:
+    """Return the number of warps that keep a row in registers: at least 4, at most as many as a program can have."""
+    return min(max(next_power_of_2(hidden) // PER_WARP, 4), gpu.max_warps(device))
 
 
 def wide_columns(num_warps: int, dtype: "torch.dtype", device: "torch.device") -> int:

@@ -18,6 +18,7 @@ from tdkernels.ops.collectives.norm.config import (
     ROW_PROGRAMS,
     AllReduceNormConfig,
     default_config,
+    warps_of_row,
     wide_columns,
 )
 from tdkernels.ops.common import gemm_tunable as dense
@@ -69,12 +70,13 @@ class AllReduceNormTunable(ConfigTunable):
         return default_config(rows, hidden, problem.torch_dtype, problem.world_size, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> AllReduceNormConfig:
-        # The additions within a row depend on the exchange and on num_warps, which depends on hidden alone. For another
-        # number of programs per row another kernel is compiled.
+        # The additions within a row depend on the exchange and on num_warps, so the rows must not select either. For
+        # another number of programs per row another kernel is compiled.
         exchange = "one_shot" if problem.world_size == 2 else "two_shot"  # of two ranks, both send as much
         rows, hidden = problem.shape
         config = default_config(rows, hidden, problem.torch_dtype, problem.world_size, device, exchange)
-        return replace(config, row_programs=1)
+        num_warps = config.num_warps if device.type == "cpu" else warps_of_row(hidden, device)
+        return replace(config, row_programs=1, num_warps=num_warps)
 
     def space(self, problem: "Problem", device: torch.device) -> list[AllReduceNormConfig]:
         rows, hidden = problem.shape
