@@ -199,12 +199,17 @@ def norms_of_products(group):
     return {f"gemm_ar_rms_norm {name}": functools.partial(case.call, config=one) for name, one in configs.items()}
 
 
+DECODE_IN_TWO_LAUNCHES = FlashDecodeConfig(method="split", block_n=16, num_warps=1, num_stages=1, num_programs=3)
+
+
 def decode(group):
     few = FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=3)
     calls = {}
     for name, spec in {"one token": {}, "a window": dict(tokens=2, window=9)}.items():
         case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, **spec, group=group)
         calls[f"flash_decode {name}"] = lambda case=case: case.call(config=few)
+    case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, group=group)
+    calls["flash_decode in two launches"] = lambda: case.call(config=DECODE_IN_TWO_LAUNCHES)
     return calls
 
 
@@ -433,14 +438,14 @@ def late_norm_of_product(group):
     return Late(lambda: case.call(config=GEMM_NORM_CONFIGS["fused"]), check, case.x)
 
 
-def late_decode(group, spec):
+def late_decode(group, spec, config=None):
     case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, **spec, group=group)
     exact = case.expected(torch.double, False)["o"]
 
     def check(o):
         assert (o.cpu().double() - exact).abs().max() < 0.1  # a void call uses another q
 
-    return Late(lambda: case.call(), check, case.q)
+    return Late(lambda: case.call(config=config), check, case.q)
 
 
 def late_attention(group):
@@ -497,6 +502,7 @@ if THOROUGH:
         "all_gather": (late_collective, "all_gather", {}),
         "reduce_scatter": (late_collective, "reduce_scatter", {}),
         "flash_decode with a window": (late_decode, dict(tokens=2, window=9)),
+        "flash_decode in two launches": (late_decode, {}, DECODE_IN_TWO_LAUNCHES),
         "ag_attention": (late_attention,),
         "ulysses_qkv": (late_projection, "ulysses_qkv", "pulled at once"),
         "ulysses_qkv pushed": (late_projection, "ulysses_qkv", "pushed"),

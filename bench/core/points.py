@@ -13,8 +13,8 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 # Values of "what" in rows that are not measurements of dense operators.
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", "solo", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm",
-    *_SEQUENCE_PARALLEL,
+    "tests", "solo", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm", "latent",
+    "invariance", *_SEQUENCE_PARALLEL,
 )
 
 
@@ -143,6 +143,11 @@ def read_decode(folder):
     return _read_kind(folder, "flash_decode")
 
 
+def read_latent(folder):
+    """Return the rows of flash_decode with latent caches."""
+    return _read_kind(folder, "latent")
+
+
 def read_network(folder):
     """Return the rows of the RDMA primitives."""
     return _read_kind(folder, "network")
@@ -181,6 +186,11 @@ def read_scaled(folder):
 def read_models(folder):
     """Return the rows of whole models in frameworks."""
     return _read_kind(folder, "model")
+
+
+def read_invariance(folder):
+    """Return the rows of calls inside and outside the batch-invariant mode."""
+    return _read_kind(folder, "invariance")
 
 
 def read_sequences(folder):

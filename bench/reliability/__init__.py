@@ -1,1 +1,4 @@
-"""Programs that provoke failures on GPUs. ``bench/results/reliability`` has their results."""
+"""Programs that provoke failures on GPUs, and the cost of the batch-invariant mode.
+
+``bench/results/reliability`` has the results of the former.
+"""

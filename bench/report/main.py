@@ -2,7 +2,7 @@
 
 import sys
 
-from bench.attention import flash_decode_plots, flash_decode_report
+from bench.attention import flash_decode_plots, flash_decode_report, latent_report
 from bench.attention import report as attention_report
 from bench.collectives import norm_report
 from bench.collectives import plots as collective_plots
@@ -13,6 +13,7 @@ from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, 
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
+from bench.reliability import invariance_report
 from bench.report import dense, headlines, plots, scaled, solo, test_record, torch_operators
 from bench.report import host as host_report
 from bench.report import rows as all_rows
@@ -91,8 +92,10 @@ def pages(rows):
         "experts": ("Layers of experts and grouped GEMM",
                     [moe_report.text(rows.layers), grouped_gemm_report.text(rows.layers)]),
         "attention": ("Attention",
-                      [flash_decode_report.text(rows.decode, _link), attention_report.text(rows.sequences)]),
+                      [flash_decode_report.text(rows.decode, _link), latent_report.text(rows.latent),
+                       attention_report.text(rows.sequences)]),
         "models": ("Models", [models_report.text(rows.models)]),
+        "invariance": ("Batch-invariant mode", [invariance_report.text(rows.invariance)]),
         "host": ("Host time and network primitives",
                  [host_report.text(rows.host), network_report.text(rows.network)]),
         "tuner": ("Configs that the tuner selected", [tuned_report.text(rows.tuner)]),

@@ -11,9 +11,10 @@ class Rows:
 
     dense:        Points of AG-GEMM, GEMM-RS and GEMM-AR
     others:       JSONL rows as dictionaries: collectives, norms after an all-reduce, GEMMs before these norms, dispatch
-                  and combine, layers of experts and grouped GEMM, flash-decode, sequence parallelism, network
-                  primitives, host time per call, configs that the tuner selected, test runs, solo mode, torch's fused
-                  operators, whole models in frameworks, scaled fp8 operands
+                  and combine, layers of experts and grouped GEMM, flash-decode, flash-decode with latent caches,
+                  sequence parallelism, network primitives, host time per call, configs that the tuner selected, test
+                  runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8 operands, calls
+                  inside and outside the batch-invariant mode
     """
 
     dense: tuple = ()
@@ -23,6 +24,7 @@ class Rows:
     dispatch: tuple = ()
     layers: tuple = ()
     decode: tuple = ()
+    latent: tuple = ()
     sequences: tuple = ()
     network: tuple = ()
     host: tuple = ()
@@ -32,6 +34,7 @@ class Rows:
     torch_operators: tuple = ()
     models: tuple = ()
     scaled: tuple = ()
+    invariance: tuple = ()
 
     def __bool__(self):
         return any(vars(self).values())
@@ -42,9 +45,10 @@ def read(folder):
     return Rows(
         dense=points.read(folder), collectives=points.read_collectives(folder), norms=points.read_norms(folder),
         gemm_ar_norms=points.read_gemm_ar_norms(folder), dispatch=points.read_ep(folder),
-        layers=points.read_layers(folder), decode=points.read_decode(folder), sequences=points.read_sequences(folder),
-        network=points.read_network(folder), host=points.read_host(folder), tuner=points.read_chosen(folder),
-        tests=points.read_tests(folder), solo=points.read_solo(folder),
+        layers=points.read_layers(folder), decode=points.read_decode(folder), latent=points.read_latent(folder),
+        sequences=points.read_sequences(folder), network=points.read_network(folder), host=points.read_host(folder),
+        tuner=points.read_chosen(folder), tests=points.read_tests(folder), solo=points.read_solo(folder),
         torch_operators=points.read_torch_operators(folder),
         models=points.read_models(folder), scaled=points.read_scaled(folder),
+        invariance=points.read_invariance(folder),
     )

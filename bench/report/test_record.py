@@ -12,8 +12,9 @@ _RUNS = ("date", "GPUs", "revision", "tests", "passes", "failures", "ranks", "wh
 _FAMILIES = (
     ("collectives", "collective"), ("all-reduce and norm", "norm"), ("GEMM, all-reduce and norm", "gemm_ar_norm"),
     ("dispatch and combine", "ep"), ("layers of experts", "tp_moe"), ("layers of experts", "ep_moe"),
-    ("grouped GEMM", "group_gemm"), ("flash_decode", "flash_decode"), ("ag_attention", "ag_attention"),
-    ("ulysses", "ulysses"),
+    ("grouped GEMM", "group_gemm"), ("flash_decode", "flash_decode"), ("flash_decode, latent caches", "latent"),
+    ("ag_attention", "ag_attention"), ("ulysses", "ulysses"),
+    ("batch-invariant mode", "invariance"),
 )
 
 
@@ -69,7 +70,8 @@ def _matrix(rows):
     for point in rows.dense:
         _mark(cells, point.operator, point.settings, "T" if point.tuner else "B")
     names = dict((what, name) for name, what in _FAMILIES)
-    kinds = rows.collectives, rows.norms, rows.gemm_ar_norms, rows.dispatch, rows.layers, rows.decode, rows.sequences
+    kinds = rows.collectives, rows.norms, rows.gemm_ar_norms, rows.dispatch, rows.layers
+    kinds += rows.decode, rows.latent, rows.sequences, rows.invariance
     for row in itertools.chain(*kinds):
         _mark(cells, names[row["what"]], row, "B")
     for row in rows.tuner:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
 from tdkernels.runtime import recorder
-from tdkernels.runtime.triton_launcher import BoundLaunch
+from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch
 from tdkernels.symm.shared_settings import is_batch_invariant
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ class Launch:
         self._passes_call_number = call_at is not None
         places, self._numbers = [], []  # of the variable tensors: indices in args; in operands + outputs
         for at, arg in enumerate(args):
-            tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
+            tensor = arg.base if isinstance(arg, DESCRIPTORS) else arg
             if id(tensor) in numbers:
                 places.append(at)
                 self._numbers.append(numbers[id(tensor)])

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _NOT_CAPTURED = object()
+DESCRIPTORS: tuple[type[Any], ...] = (TensorDescriptor,)
+try:  # Gluon is experimental: a later Triton may not have this class, and other kernels do not need it
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    DESCRIPTORS += (GluonDescriptor,)
+except ImportError:
+    pass
 _MAX_MAPS = 256  # per descriptor; the number of addresses is unbounded
 
 
@@ -47,7 +54,7 @@ class BoundLaunch:
         self.grid, self.places, self.constants = grid, tuple(places), constants
         self._args = list(args)
         for at in self.places:
-            described = isinstance(self._args[at], TensorDescriptor)
+            described = isinstance(self._args[at], DESCRIPTORS)
             self._args[at] = _like(self._args[at], None) if described else None
         self._found: dict[tuple[int, Any], list[Any]] = {}
 
@@ -141,7 +148,7 @@ class CapturedArguments:
     @classmethod
     def _of(cls, compiled, grid, args, places):
         """Capture the arguments, and compare them with those that Triton's launcher passes to the C launcher."""
-        if not _is_supported(compiled.run, any(isinstance(arg, TensorDescriptor) for arg in args)):
+        if not _is_supported(compiled.run, any(isinstance(arg, DESCRIPTORS) for arg in args)):
             return None
         flat, expected, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
         given, again = (_c_arguments(compiled, grid, cls.STREAM, args) for _ in range(2))
@@ -176,8 +183,8 @@ class CapturedArguments:
 
 
 def _like(descriptor, base):
-    """Return a copy of a TensorDescriptor with another tensor, without repeating the checks of its constructor."""
-    other = object.__new__(TensorDescriptor)
+    """Return a copy of a descriptor with another tensor, without repeating the checks of its constructor."""
+    other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)
     other.base = base
     return other
@@ -289,7 +296,7 @@ def _flattened(args, places, described):
     flat, expected, plain, maps = [], [], [], []
     for at, arg in enumerate(args):
         number = number_of.get(at)
-        if isinstance(arg, TensorDescriptor):
+        if isinstance(arg, DESCRIPTORS):
             meta = next(described, None)
             if number is not None and meta is None:
                 plain.append((len(flat), number))

@@ -108,7 +108,7 @@ def _config(problem, device, group, changes):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None and tuned.compiled(config) is None:
-        reason = "it only launches torch's kernels, which cannot be recorded"
+        reason = "it launches no kernel that can be recorded"
     if reason is not None:
         raise ValueError(f"--config cannot run: {reason}")
     return config

@@ -1,12 +1,15 @@
 """Config spaces, cost estimates and hardware floors of the attention operators, on a simulated GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tdkernels.autotune import table
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable, versions
+from tdkernels.runtime import gpu
 from tests.autotune.attention_support import OPERATORS
 from tests.autotune.test_cost_model import GPU, H200, configs_of
 
@@ -22,6 +25,7 @@ PROBLEMS = {  # (ranks, layout, sizes)
     "flash_decode": [
         (1, "dense", (128, 1, 32, 8, 128, 128, 1024)), (2, "paged fp8", (1, 1, 96, 12, 128, 128, 65536)),
         (4, "paged latent", (32, 2, 128, 1, 576, 512, 8192)), (8, "dense", (1, 1, 1, 1, 16, 16, 1)),
+        (1, "dense latent", (8, 1, 128, 1, 576, 512, 32768)), (2, "dense latent", (1, 1, 16, 1, 576, 512, 64)),
     ],
 }
 # Problems large enough that doubling any size takes longer.
@@ -112,6 +116,60 @@ def test_baseline_of_flash_decode_depends_on_the_kernel_that_torch_has():
     assert dense + 2.0 < cost("paged") < dense + 2.4
     assert min(cost("dense fp8"), cost("dense", 192), cost("dense", 100, 100), cost("dense", dtype="float32")) > 3.5
     assert dense < cost("dense", ranks=2) < 1.6, "the ranks exchange few bytes"
+
+
+LATENT = (8, 1, 128, 1, 576, 512, 32768)
+
+
+@pytest.mark.parametrize("sizes, layout, dtype, default, in_space", [
+    (LATENT, "dense latent", "bfloat16", "split", True), (LATENT, "dense latent", "float16", "split", True),
+    ((8, 2, 16, 1, 576, 512, 4096), "dense latent", "bfloat16", "split", True),
+    ((8, 1, 16, 1, 576, 512, 4096), "dense latent", "bfloat16", "fused", True),
+    (LATENT, "dense latent", "float32", "fused", False), (LATENT, "dense latent fp8", "bfloat16", "fused", False),
+    (LATENT, "dense", "bfloat16", "fused", False),
+    ((8, 1, 128, 1, 320, 256, 4096), "dense latent", "bfloat16", "fused", False),
+    ((8, 1, 128, 2, 576, 512, 4096), "dense latent", "bfloat16", "fused", False),
+], ids=str)
+def test_decode_of_latent_caches_on_hopper_is_split(sizes, layout, dtype, default, in_space):
+    op, problem = tunable("flash_decode"), problem_of("flash_decode", 1, layout, sizes, dtype)
+    assert op.default(problem, GPU).method == default
+    assert in_space == any(config.method == "split" for config in op.space(problem, GPU))
+
+
+def test_decode_on_other_gpus_is_not_split(monkeypatch):
+    op, problem = tunable("flash_decode"), problem_of("flash_decode", 1, "dense latent", LATENT)
+    for major in (8, 10):
+        properties = SimpleNamespace(**{**vars(gpu._properties(0)), "major": major})
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "_properties", lambda index, properties=properties: properties)
+            assert op.default(problem, GPU).method == "fused"
+            assert {config.method for config in op.space(problem, GPU)} == {"fused"}
+
+
+def test_estimate_of_a_split_decode():
+    """Many keys take time in proportion to their number; with few keys, the second launch makes it slower."""
+    op = tunable("flash_decode")
+
+    def estimates(*sizes):
+        problem = problem_of("flash_decode", 1, "dense latent", sizes)
+        (split,) = (config for config in op.space(problem, GPU) if config.method == "split")
+        return [op.estimate_ms(config, problem, H200) for config in (split, replace(split, method="fused"))]
+
+    (once, _), (twice, _) = estimates(*LATENT), estimates(*LATENT[:-1], 2 * LATENT[-1])
+    assert 1.8 < twice / once <= 2.0
+    split, fused = estimates(1, 1, 32, 1, 576, 512, 64)
+    assert split > fused
+
+
+def test_cpu_ranks_try_both_methods():
+    op, cpu = tunable("flash_decode"), torch.device("cpu")
+    problem = problem_of("flash_decode", 2, "dense", (2, 1, 4, 2, 16, 16, 24), "float32")
+    space = op.space(problem, cpu)
+    assert {config.method for config in space} == {"fused", "split"} and op.default(problem, cpu).method == "fused"
+    for config in space:
+        assert op.illegal(config, problem, cpu) is None
+        assert 0.0 < op.estimate_ms(config, problem, H200) < 1e3
+        assert op.config_from_dict(op.config_to_dict(config)) == config
 
 
 def test_configs_exceeding_shared_memory_are_illegal():

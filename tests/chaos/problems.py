@@ -474,7 +474,7 @@ def _table():
         table[f"ep_moe {method}"] = ExpertParallelLayer, "ep_moe", config
         table[f"ep_moe {method} bounded"] = ExpertParallelLayer, "ep_moe", {**config, **bound, **capacity}
     table |= {f"tp_moe {config}": (TensorParallelExperts, "tp_moe", config) for config in ("default", "two stages")}
-    table |= {f"flash_decode {name}": (Decoding, "flash_decode", name) for name in ("default", "small blocks")}
+    table |= {f"flash_decode {name}": (Decoding, "flash_decode", name) for name in ("default", "small blocks", "split")}
     table |= {f"ag_attention {name}": (Attention, "ag_attention", name) for name in ("default", "small blocks")}
     table["ulysses_out default"] = Ulysses, "ulysses_out", "default"
     table["ulysses_out sources at once"] = Ulysses, "ulysses_out", "pulled at once"

@@ -5,6 +5,7 @@ import pkgutil
 from importlib import import_module
 
 import tdkernels.ops
+from tdkernels.lang.gluon_kernel import GluonKernel
 from tdkernels.lang.kernel import Kernel
 from tests.compiled.all_reduce_norm import EXCHANGES, norm_launch
 from tests.compiled.attention import attention_launches
@@ -12,7 +13,7 @@ from tests.compiled.collectives import COLLECTIVES
 from tests.compiled.dense import GEMM_KERNELS, MULTINODE_KERNELS, ONE_SHOT_KERNELS
 from tests.compiled.dispatch import dispatch_launches
 from tests.compiled.expert_gemm import ep_moe_launches, grouped_launches, tp_moe_launches
-from tests.compiled.flash_decode import decode_launch
+from tests.compiled.flash_decode import decode_launch, split_launches
 from tests.compiled.gemm_ar_norm import gemm_ar_norm_kernel
 from tests.compiled.helper_kernels import helper_launches, multinode_helper_launches
 from tests.compiled.quantize import quantize_launches
@@ -37,6 +38,8 @@ def test_every_kernel_is_compiled():
     compiled |= dispatch_kernels | grouped_kernels | tp_moe_kernels | ulysses_kernels | ep_moe_kernels
     for nodes in (1, 2):
         compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90", nodes=nodes)}
+    for portable in (True, False):
+        compiled |= {kernel for kernel, *_ in split_launches("dense latent", "sm_90", portable=portable)}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}
     compiled |= {kernel for kernel, *_ in quantize_launches("sm_90").values()}
     compiled |= {kernel for kernel, *_ in wire_launches("sm_90", BF16, 8192)}
@@ -44,5 +47,6 @@ def test_every_kernel_is_compiled():
     found = set()
     for module in pkgutil.walk_packages(tdkernels.ops.__path__, "tdkernels.ops."):
         members = inspect.getmembers(import_module(module.name))
-        found |= {value for name, value in members if isinstance(value, Kernel) and name.endswith("_kernel")}
+        kernels = {value for name, value in members if name.endswith("_kernel")}
+        found |= {value for value in kernels if isinstance(value, (Kernel, GluonKernel))}
     assert found == compiled

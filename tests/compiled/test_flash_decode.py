@@ -3,12 +3,16 @@
 import re
 
 import pytest
+import torch
 
 from tdkernels import FlashDecodeConfig
 from tdkernels.ops.attention.flash_decode.kernel import flash_decode_nodes_kernel
-from tests.compiled.flash_decode import decode_launch
+from tdkernels.ops.attention.flash_decode.kernel_split import flash_decode_join_kernel, flash_decode_parts_kernel
+from tdkernels.ops.attention.flash_decode.latent.kernel import latent_kernel
+from tests.compiled.flash_decode import decode_launch, split_launches
 from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
-from tests.support.aot import SHARED_MEMORY, TARGETS
+from tests.support.aot import SHARED_MEMORY, TARGETS, disassemble
+from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 
@@ -48,6 +52,46 @@ def test_multinode_flash_decode_compiles(arch, name, ranks, nodes):
     assert all("fence.acq_rel.sys" in ptx[max(put - 4000, 0) : put] for put in puts)
     waits = re.findall(r"call\.uni [^;]*nvshmem_signal_wait_until", ptx)
     assert len(waits) >= 1 + (name == "tokens, paged, fp8")
+
+
+# ---- method "split" ----
+
+
+@pytest.mark.parametrize("arch, name, dtype, ranks", [
+    ("sm_80", "one token", BF16, 1), ("sm_89", "latent", BF16, 1), ("sm_90", "tokens, paged, fp8", BF16, 1),
+    ("sm_90", "one token", BF16, 2), ("sm_90", "latent", FP16, 2), ("sm_100", "dense latent", BF16, 2),
+    ("gfx942", "one token", BF16, 2), ("gfx950", "latent", BF16, 1),
+])
+def test_split_flash_decode_compiles(arch, name, dtype, ranks):
+    launches = split_launches(name, arch, dtype, ranks)
+    assert [kernel for kernel, *_ in launches] == [flash_decode_parts_kernel, flash_decode_join_kernel]
+    compile_launches(launches, arch)
+
+
+@pytest.mark.parametrize("batch, rows, ranks", [(16, 2, 1), (32, 4, 1), (32, 4, 2)])
+def test_join_of_large_batches_compiles(batch, rows, ranks):
+    """With many query rows a program merges several of them at a time."""
+    _, join = split_launches("dense latent", "sm_90", BF16, ranks, sizes=(batch, 1, 128, 576))
+    assert (join[0], join[2]["TILE"].rows) == (flash_decode_join_kernel, rows)
+    compile_launches([join], "sm_90")
+
+
+@pytest.mark.parametrize("name, sizes, dtype, lens_dtype", [
+    ("dense latent", (32, 1, 128, 576), BF16, torch.int32), ("dense latent", (1, 1, 16, 576), FP16, torch.int64),
+    ("latent", (300, 3, 100, 576), BF16, torch.int64),
+    pytest.param("latent", (4, 1, 128, 576), FP16, torch.int32, marks=thorough),
+    pytest.param("dense latent", (300, 3, 100, 576), FP16, torch.int64, marks=thorough),
+], ids=str)
+def test_latent_kernel_on_hopper(name, sizes, dtype, lens_dtype):
+    """ptxas does not serialize the products: then it would wait before each of them."""
+    parts = split_launches(name, "sm_90", dtype, sizes=sizes, lens_dtype=lens_dtype, portable=False)[0]
+    assert parts[0] is latent_kernel
+    (compiled,) = compile_launches([parts], "sm_90")
+    machine_code = disassemble(compiled.asm["cubin"])
+    if machine_code is None:
+        pytest.skip("Triton comes without nvdisasm")
+    products, waits = machine_code.count("HGMMA"), machine_code.count("WARPGROUP.DEPBAR")
+    assert products >= 100 and 4 * waits <= products  # 160 products and 12 waits with Triton 3.6 and 3.7
 
 
 def test_fp8_decode_on_hopper_reads_no_single_bytes():

@@ -73,6 +73,25 @@ _NOTIFY_PIECE = (
 # The wait of gemm_ar_rms_norm for the tiles of a row.
 _AWAIT_TILES = "        td.wait_plan_all(ctx, signals, tiles_m, signal, WITH_OWN=True)\n"
 
+# The last steps of method "split" of flash_decode for a tile, and for all tiles of a program.
+_STORE_TILE = "            store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)\n"
+_MERGE_TILES = (
+    "        else:\n"
+    "            _store((o_ptr, lse_ptr, lse2_ptr), o, lse, entry, head, block_r * RP + rows, columns, heads, TILE)\n"
+    "    if RANKS > 1:\n"
+    "        merge_ranks(\n"
+    "            ctx, td.rank(ctx), half, signal, begin, end - begin, tiles, tiles_of_entry, heads, o_ptr, lse_ptr,\n"
+    "            lse2_ptr, RANKS, TILE, RP, False, (None, 0),\n"
+    "        )\n"
+    "        td.finish(ctx)"
+)
+_MERGE_TILE = (
+    "            merge_ranks(\n"
+    "                ctx, td.rank(ctx), half, signal, tile, 1, tiles, tiles_of_entry, heads, o_ptr, lse_ptr,\n"
+    "                lse2_ptr, RANKS, TILE, RP, False, (None, 0),\n"
+    "            )\n"
+)
+
 # The letters refer to the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
@@ -146,6 +165,14 @@ MUTANTS = {
     "is_last_arriver is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang.signals", "is_last_arriver",
         'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "small_m_gemm.py",
+    ),
+    "the signal of a tile of a decode is sent before the tile": Mutant(
+        "flash_decode split, 3 ranks", "tdkernels.ops.attention.flash_decode.kernel_split", "flash_decode_join_kernel",
+        f"{_STORE_TILE}{_MERGE_TILES}", f"{_MERGE_TILE}{_STORE_TILE}\n\n\n    td.finish(ctx)", "kernel_merge.py",
+    ),
+    "tiles of a decode are merged before they have arrived": Mutant(
+        "flash_decode split, 2 ranks", "tdkernels.ops.attention.flash_decode.kernel_merge", "merge_ranks",
+        "td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)", "pass", "kernel_merge.py",
     ),
     "a network put is awaited without await_put": Mutant(
         "ag_gemm across nodes of 1", "tdkernels.ops.collectives.kernel_async_multinode", "await_chunk",

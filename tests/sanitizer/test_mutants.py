@@ -5,6 +5,8 @@ import torch
 
 from tdkernels.lang import memory
 from tdkernels.sanitizer import RaceError, record
+from tests.ops.attention.flash_decode import cases as decoding
+from tests.ops.attention.flash_decode.oracle import Decode
 from tests.ops.collectives import norm_cases
 from tests.ops.dense import gemm_ar_norm_cases
 from tests.ops.dense.cases import config_for
@@ -32,6 +34,12 @@ def run_calls(variant, number, backward):
         case = NormCase(operator, dtype, *shape)
         for _ in range(number):
             case.call(config=gemm_ar_norm_cases.CONFIGS[config])
+        return
+    if variant.function is decoding.computes:
+        spec, config = variant.args
+        case = Decode(**spec)
+        for _ in range(number):
+            case.call(config=decoding.config_of(config))
         return
     if variant.function is scaled:
         operator, scaling, changes = variant.args

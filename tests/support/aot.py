@@ -13,11 +13,13 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.caches import RecentCache
 from tdkernels.lang import rocshmem
+from tdkernels.lang.gluon_kernel import GluonKernel
 from tdkernels.lang.kernel import Kernel, with_constexpr_fields
 from tdkernels.symm.topology import Topology
 from tests.support import kernel_digests
@@ -44,7 +46,8 @@ PLAN = 3  # the plan id of all launches
 def compile_for(kernel, args, kwargs, arch):
     """Compile the kernel (``.asm``, ``.metadata``) of a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     options, *specialization = specialised(kernel, args, kwargs, arch)
-    compiled = triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
+    source = GluonASTSource if isinstance(kernel, GluonKernel) else ASTSource
+    compiled = triton.compile(source(kernel, *specialization), target=TARGETS[arch], options=options)
     kernel_digests.record(kernel, arch, compiled)
     return compiled
 
@@ -52,7 +55,7 @@ def compile_for(kernel, args, kwargs, arch):
 def specialised(kernel, args, kwargs, arch):
     """Return all inputs of Triton's compiler for a launch: (options, signature, constants, attributes)."""
     backend = make_backend(TARGETS[arch])
-    network = {"extern_libs": network_library(arch)} if kernel._network else {}
+    network = {"extern_libs": network_library(arch)} if getattr(kernel, "_network", False) else {}
     kwargs = with_constexpr_fields({"debug": False, **network, **kwargs})
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
@@ -93,6 +96,17 @@ def assemble(ptx, gpu="sm_90a"):
         dump = [knobs.nvidia.cuobjdump.path, "-sass", cubin]
         sass = subprocess.run(dump, text=True, capture_output=True, check=True).stdout
     return report, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+
+
+def disassemble(cubin):
+    """Return the machine code of a compiled kernel as text; None if Triton comes without nvdisasm."""
+    nvdisasm = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "nvdisasm"
+    if not nvdisasm.exists():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cubin")
+        path.write_bytes(cubin)
+        return subprocess.run([nvdisasm, "-c", path], text=True, capture_output=True, check=True).stdout
 
 
 def unwritten(code):
@@ -160,7 +174,7 @@ def product_loops(code):
     ]
 
 
-class _Recorder:
+class Recorder:
     """Stand-in for a kernel: records the arguments of its launches."""
 
     def __init__(self, kernel, launches):
@@ -197,5 +211,5 @@ def recorded_launches(launchers, ranks=1, nodes=1):
             patch.setattr(launcher, "local_workspace_of", lambda device: workspace, raising=False)
             for name, value in list(vars(launcher).items()):
                 if isinstance(value, Kernel):
-                    patch.setattr(launcher, name, _Recorder(value, launches))
+                    patch.setattr(launcher, name, Recorder(value, launches))
         yield launches

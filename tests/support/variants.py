@@ -144,6 +144,12 @@ ONE_NODE = {
     "flash_decode in chunks": Variant(
         "flash_decode", 3, decoding.computes, (of_sequences(dict(_DECODE, keys=40)), "chunks"), 2
     ),
+    **{
+        f"flash_decode split, {ranks} ranks": Variant(
+            "flash_decode", ranks, decoding.computes, (of_sequences(dict(_DECODE, tokens=1)), "split"), 2
+        )
+        for ranks in (2, 3)
+    },
     "ag_attention": Variant("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
     "ag_attention large chunks": Variant(
         "ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows per tile; the second for heads with more than 256 elements
 _FEW_BLOCKS = 16  # with fewer blocks of keys per SM, one program per SM is used
 _CHUNK_KEYS = 1024  # of the batch-invariant mode; not measured
+LATENT_D, LATENT_DV = 576, 512  # of the caches that ``latent_kernel`` reads
+_FEW_ROWS = 16
 MAX_PROGRAMS = 8192  # more than fit on any GPU at a time; flags are allocated for this many
 
 
@@ -20,15 +22,21 @@ class FlashDecodeConfig:
     """Config of ``flash_decode``.
 
     Attributes:
-        method: "fused", or "torch" for torch's attention over this rank's keys (flash attention if it supports the
-            caches), then torch's all-gather. The other fields apply to "fused" only.
+        method: "fused" runs one kernel. "split" runs one kernel that computes parts of the keys and a second one that
+            merges them and exchanges the results of the ranks; on Hopper the first one has a faster version for
+            latent caches in bf16 and fp16 (576 columns, values of 512, pages of a multiple of 32 keys). Calls with a
+            window, calls of several ranks with several query tokens, and groups on several nodes run "fused" with the
+            other fields instead. "torch" runs torch's attention over this rank's keys (flash attention if it supports
+            the caches), then torch's all-gather; it uses none of the other fields. The version for latent caches uses
+            only ``num_programs``.
         block_n: Keys per block of the main loop. A power of two of at least 16.
         num_warps: Warps per program: 1, 2, 4, 8 or 16.
         num_stages: Pipeline stages of the main loop, at least 1.
         num_programs: Programs that share the keys, at most 8192. 0 means as many as fit on the device at a time.
         chunk_keys: 0 divides the keys of all sequences equally among the programs, so the parts of a sequence that are
             merged depend on the whole batch. Otherwise they are chunks of this many keys, a multiple of block_n, and of
-            more keys for a sequence that would have more than 64 chunks. They depend on its length alone.
+            more keys for a sequence that would have more than 64 chunks. They depend on its length alone. Method
+            "fused" only.
         tile_rows: Maximum number of query rows that a program multiplies at a time, 16, 32 or 64. 0 means 64, or 32 for
             heads of more than 256 elements. With 64 rows Hopper uses wgmma, and keys are read for more rows at a time;
             for heads of 512 elements the accumulator then needs 8 warps.
@@ -52,8 +60,8 @@ class FlashDecodeConfig:
         Returns:
             Why the config cannot run, or None if it can.
         """
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method not in ("fused", "split", "torch"):
+            return f'method must be "fused", "split" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # the other fields are not used
         if self.block_n < 16 or self.block_n & (self.block_n - 1):
@@ -66,6 +74,8 @@ class FlashDecodeConfig:
             return f"num_programs must be from 0 to {MAX_PROGRAMS}, not {self.num_programs}"
         if self.chunk_keys < 0 or self.chunk_keys % self.block_n:
             return f"chunk_keys must be a multiple of block_n = {self.block_n}, or 0, not {self.chunk_keys}"
+        if self.chunk_keys and self.method != "fused":
+            return f'chunk_keys must be 0 with method "{self.method}", not {self.chunk_keys}'
         if self.tile_rows not in (0, 16, 32, 64):
             return f"tile_rows must be 0, 16, 32 or 64, not {self.tile_rows}"
         return None
@@ -182,8 +192,25 @@ def layout_of(paged: bool, value_is_key: bool, fp8: bool) -> str:
     ))
 
 
+def has_latent_kernel(shape: DecodeShape, device: "torch.device") -> bool:
+    """Return whether method "split" can use the kernel for latent caches on Hopper; not with pages of another size."""
+    if gpu.capability(device) != (9, 0):
+        return False
+    sizes = shape.d, shape.dv, shape.heads, shape.cache_bytes
+    return shape.value_is_key and sizes == (LATENT_D, LATENT_DV, 1, 2)
+
+
 def default_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfig:
     """Return the heuristic config for a shape without tuned configs."""
+    config = fused_config(shape, device)
+    # With 16 rows the 64 rows of a tile are mostly padding, and "fused" is as fast (H100, 128 sequences of 4K keys).
+    if shape.rows > _FEW_ROWS and has_latent_kernel(shape, device):
+        return replace(config, method="split")
+    return config
+
+
+def fused_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfig:
+    """Return the heuristic config of method "fused"."""
     if device.type == "cpu":
         return FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)
     warps = 8 if shape.block_m * shape.padded_dv >= 8192 else 4
@@ -208,7 +235,7 @@ def default_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeCon
 
 def invariant_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfig:
     """Return the config of the batch-invariant mode for a shape. It does not depend on the batch."""
-    config = default_config(shape, device)
+    config = fused_config(shape, device)
     return replace(config, chunk_keys=max(_CHUNK_KEYS, config.block_n))
 
 

@@ -94,7 +94,7 @@ def _attention_mask(keys, length, after, step, window, TQ: tl.constexpr, WINDOW:
 
 
 @td.jit
-def _attend(
+def attend(
     q1, q2, cache, strides, first, last, length, after, step, options,
     TILE: tl.constexpr, CACHE: tl.constexpr,
 ):
@@ -194,8 +194,8 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
 
 
 @td.jit
-def _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
-    """Return the argument ``cache`` of ``_attend`` for one entry and head; strides as for ``flash_decode_kernel``."""
+def cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
+    """Return the argument ``cache`` of ``attend`` for one entry and head; strides as for ``flash_decode_kernel``."""
     stride_kb, _, stride_kh, stride_vb, _, stride_vh, stride_table = strides
     from_entry = tl.where(CACHE.page == 0, entry.to(tl.int64), 0)
     return (
@@ -206,7 +206,7 @@ def _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: t
 
 
 @td.jit
-def _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
+def scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
     """Return the factors of (scores, values), including the scales of an fp8 cache."""
     scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
     if CACHE.scales:
@@ -304,11 +304,11 @@ def flash_decode_kernel(
         query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
         q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
         q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
-        scale_k, scale_v = _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
+        scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
         turn = TURNS_BEFORE_TILES + TURNS_OF_TILE * (tile - first_tile)
         td.mark(trace, "multiplies", NO_PEER, turn)
-        cache = _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
-        o, lse = _attend(
+        cache = cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
+        o, lse = attend(
             q1, q2, cache, strides, skipped + first_block, skipped + past_block, length, other_keys,
             tl.where(is_row, row // TILE.group, -1), (scale_k, cap, window), TILE, CACHE,
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.invariance import reject_invariant
-from tdkernels.ops.attention.flash_decode.config import MAX_PROGRAMS, DecodeShape, default_config, num_programs
+from tdkernels.ops.attention.flash_decode.config import MAX_PROGRAMS, DecodeShape, fused_config, num_programs
 from tdkernels.ops.attention.flash_decode.kernel import (
     TURNS_BEFORE_TILES,
     TURNS_OF_TILE,
@@ -48,7 +48,7 @@ def fp8_kind(cache: torch.Tensor) -> int:
     return FP8_NATIVE.value
 
 
-def _in_pairs(shape, *caches):
+def in_pairs(shape, *caches):
     """Return whether the columns of fp8 caches are read in pairs.
 
     Even and odd columns are then separate operands of ``tl.dot``. Each part of the keys needs at least 32 columns,
@@ -122,7 +122,7 @@ def check_consensus(
         group_state(group).check_consensus_cached("flash_decode", fields)
 
 
-def _outputs(q, shape, keep):
+def outputs_of(q, shape, keep):
     """Return output specs of (o, lse, lse to base 2 if ``keep`` else None)."""
     lse, *kept = (output_spec(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
     return output_spec(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
@@ -156,7 +156,7 @@ def _turns(shape, config, capacity, programs):
     return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
 
 
-def _as_read(cache):
+def as_read(cache):
     """Return a float8 cache as uint8, since not all GPUs support float8; other caches unchanged."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
@@ -171,7 +171,7 @@ def compile(
     flags = None if ctx is not None else local_flags(q.device, 1)
     lse = q.new_empty(1, dtype=torch.float32)
     args, constants = arguments(
-        ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
+        ctx, q, as_read(k_cache), as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
         shape, fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
@@ -200,10 +200,10 @@ def launch(
     """
     if not q.numel():
         shape = shape_of(q, k_cache, v_cache, block_table)
-        check_consensus(q, shape, options, group, config or default_config(shape, q.device))
+        check_consensus(q, shape, options, group, config or fused_config(shape, q.device))
         return [None if output is None else torch.empty_like(output, device=q.device)
-                for output in _outputs(q, shape, keep)]
-    operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
+                for output in outputs_of(q, shape, keep)]
+    operands = q, as_read(k_cache), as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
     o, lse, *kept, _ = launch_cached(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
     return o, lse, *(kept or [None])  # type: ignore[list-item]
 
@@ -225,22 +225,22 @@ def bind_call(
 
 
 def _call(operands, kind, options, group, config, keep):
-    """Return the arguments of ``launch_cached``. Caches are from ``_as_read``."""
+    """Return the arguments of ``launch_cached``. Caches are from ``as_read``."""
     q, k_cache, v_cache, *_ = operands
     alone = group is None or group.size() == 1
     if alone:
         workspace = local_workspace_of(q.device)
     else:
         workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
-    key = config, options, keep, kind, value_is_key(k_cache, v_cache), gemm_operands.dot_precision(q.dtype)
+    key = config, options, keep, kind, value_is_key(k_cache, v_cache), precision_of(q)
     return workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
 
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):
-    """Return the Launch of a call. Caches are from ``_as_read``."""
+    """Return the Launch of a call. Caches are from ``as_read``."""
     q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
     shape = shape_of(q, k_cache, v_cache, block_table)
-    config = config or default_config(shape, q.device)
+    config = config or fused_config(shape, q.device)
     shape = config.tiled(shape)
     capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
@@ -259,7 +259,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
             num_flags=num_flags,
         )
         ctx = workspace.ctx
-    outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, shares)
+    outputs, scratch = outputs_of(q, shape, keep), _scratch(q, shape, shares)
     scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
         ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
@@ -268,6 +268,11 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     constants["trace_ptr"] = recorder.buffer(q.device, programs, _turns(shape, config, capacity, programs))
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
+
+
+def precision_of(q: torch.Tensor) -> str:
+    """Return ``input_precision`` of ``tl.dot`` for queries, a setting of torch on which a launch depends."""
+    return gemm_operands.dot_precision(q.dtype)
 
 
 def tile_of(shape: DecodeShape, block_m: int, block_n: int, options: tuple, dtype: torch.dtype) -> DecodeTile:
@@ -305,7 +310,7 @@ def arguments(
         flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
         (soft_cap or 0.0) * LOG2_E.value, window or 0, plan, strides_of(k_cache, v_cache, block_table),
     )
-    pairs = kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache)
+    pairs = kind != FP8_NONE.value and in_pairs(shape, k_cache, v_cache)
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch),
         "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),

@@ -2,13 +2,16 @@
 
     q [B, Hq, D] (replicated), k_cache [B, S, Hkv, D], v_cache [B, S, Hkv, Dv] (sharded)  ->  o [B, Hq, Dv] (replicated)
 
-Forward. One launch of ``flash_decode_kernel`` does all of it. The blocks of keys of all batch entries and heads are
-divided evenly among the programs that fit on the GPU (split-KV). For each entry and head, the program that finishes
-last merges the partial results of this rank, stores the result in the buffer of every rank, and sets one signal per
-peer. Later it waits for the signals of the peers and merges the results of all ranks, in fp32 and in rank order, so all
-ranks get the same bits. There is no barrier and no second kernel. For each query head, a rank sends Dv numbers and the
-lse to each peer, in fp32. If the group spans several nodes (``kernel_multinode``), one rank of each node first merges
-the results of the node, so each tile crosses the network once in each direction between two nodes.
+Forward, method "fused". One launch of ``flash_decode_kernel`` does all of it. The blocks of keys of all batch entries
+and heads are divided evenly among the programs that fit on the GPU (split-KV). For each entry and head, the program
+that finishes last merges the partial results of this rank, stores the result in the buffer of every rank, and sets one
+signal per peer. Later it waits for the signals of the peers and merges the results of all ranks, in fp32 and in rank
+order, so all ranks get the same bits. There is no barrier and no second kernel. For each query head, a rank sends Dv
+numbers and the lse to each peer, in fp32. If the group spans several nodes (``kernel_multinode``), one rank of each
+node first merges the results of the node, so each tile crosses the network once in each direction between two nodes.
+
+Forward, method "split". A first launch stores partial results of all tiles. A second one merges them, a few rows per
+program, exchanges the results of the ranks as above, and merges these (``kernel_split``).
 
 Backward. o and its gradient are the same on all ranks. With the global lse, each rank computes the gradients of its own
 keys and values and a partial dq, which an all-reduce sums.
@@ -18,6 +21,7 @@ Example:
 """
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +29,7 @@ import torch
 from tdkernels.autotune.invariance import check_invariant, without_invariance
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.flash_decode import launch as launcher
-from tdkernels.ops.attention.flash_decode import launch_backward, torch_attention
+from tdkernels.ops.attention.flash_decode import launch_backward, launch_split, torch_attention
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
 from tdkernels.ops.attention.flash_decode.reference import (
     dense_cache,
@@ -62,6 +66,10 @@ def forward(
     ``options`` is (scale, soft_cap, window). ``group`` is None for a single rank. The backward needs lse to base 2.
     """
     check_values(k_cache, kv_lens, block_table)
+    if config is not None and config.method == "split":
+        if launch_split.supports(q, options[2], group):
+            return launch_split.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+        config = replace(config, method="fused")  # not the default of the shape, which can differ between ranks
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.check_consensus(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)

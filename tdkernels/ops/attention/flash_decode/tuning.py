@@ -25,6 +25,8 @@ from tdkernels.ops.attention.flash_decode.config import (
     DecodeShape,
     FlashDecodeConfig,
     default_config,
+    fused_config,
+    has_latent_kernel,
     invariant_config,
     layout_of,
     num_programs,
@@ -54,6 +56,9 @@ _PLAIN_STEPS, _FLASH_STEPS, _PAGES_STEPS, _LAST_KEYS_STEPS, _MERGE_STEPS = 34, 1
 # Share of the memory bandwidth that torch's flash attention reaches in bench/results/h200x2/flash_decode.jsonl without
 # lengths: 0.82 to 0.97 of long sequences, 0.63 for 128 sequences of 1K keys. For lengths on the device, an estimate.
 _FLASH_SHARE = 0.85
+# Of method "split" for latent caches: rows per tile, and the share of the peak rate that its products reach on H100 and
+# H200 (8 sequences of 32K keys).
+_SPLIT_ROWS, _SPLIT_SHARE = 64, 0.5
 _FLASH_ROWS = 64  # query rows per tile of torch's flash attention, to which rows are padded
 
 
@@ -68,6 +73,11 @@ def _shape_of(problem):
     size = 1 if "fp8" in problem.layout else problem.torch_dtype.itemsize
     latent, paged = "latent" in problem.layout, "paged" in problem.layout
     return DecodeShape(batch, queries, kv_heads, heads // kv_heads, d, dv, size, latent, paged)
+
+
+def _can_split(problem):
+    """Return whether calls of a problem can run method "split", as ``launch_split.supports``."""
+    return problem.world_size == 1 or (problem.shape[1] == 1 and problem.num_nodes == 1)
 
 
 class FlashDecodeTunable(ConfigTunable):
@@ -132,7 +142,11 @@ class FlashDecodeTunable(ConfigTunable):
         return reason
 
     def default(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        return default_config(_shape_of(problem), device)
+        choose = default_config if _can_split(problem) else fused_config
+        return choose(_shape_of(problem), device)
+
+    def recordable(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
+        return fused_config(_shape_of(problem), device)  # the kernels of "split" record nothing
 
     def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         # As if values were not keys: the ranks, and calls with the same key, need not agree on it. See ``key``.
@@ -140,7 +154,8 @@ class FlashDecodeTunable(ConfigTunable):
 
     def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":
-            return [FlashDecodeConfig("fused", block_n, 1, 1, programs) for block_n in (16, 32) for programs in (0, 2)]
+            fused = [FlashDecodeConfig("fused", block_n, 1, 1, programs) for block_n in (16, 32) for programs in (0, 2)]
+            return [*fused, FlashDecodeConfig("split", 16, 1, 1)] if _can_split(problem) else fused
         shape, num_sms = _shape_of(problem), gpu.num_sms(device)
         configs = []
         for block_n, num_warps, num_stages in itertools.product((16, 32, 64, 128), (4, 8), (2, 3, 4)):
@@ -148,6 +163,8 @@ class FlashDecodeTunable(ConfigTunable):
             usual = num_programs(config, shape, problem.shape[-1], device)
             others = {num_sms, 2 * num_sms, 4 * num_sms} - {usual}
             configs += [replace(config, num_programs=number) for number in (0, *sorted(others))]
+        if _can_split(problem) and has_latent_kernel(shape, device):
+            configs.append(replace(fused_config(shape, device), method="split"))
         if shape.is_wide and shape.rows >= 64:  # the accumulator of a tile with 64 rows needs the registers of 8 warps
             high = itertools.product((32, 64), (2, 3))
             configs += [FlashDecodeConfig("fused", block_n, 8, stages, tile_rows=64) for block_n, stages in high]
@@ -156,6 +173,8 @@ class FlashDecodeTunable(ConfigTunable):
     def estimate_ms(self, config: FlashDecodeConfig, problem: "Problem", hardware: "Hardware") -> float:
         if config.method == "torch":
             return 1e3 * self._sequence_s(problem, hardware)
+        if config.method == "split":
+            return 1e3 * self._split_s(config, problem, hardware)
         floors, shape, keys = self.floors(problem), config.tiled(_shape_of(problem)), problem.shape[-1]
         num_sms = hardware.num_sms
         resident = num_sms * max(1, 8 // config.num_warps)
@@ -174,6 +193,18 @@ class FlashDecodeTunable(ConfigTunable):
         sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
         wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
         return 1e3 * (_LAUNCH_S + busy + steps + parts + wire)
+
+    def _split_s(self, config, problem, hardware):
+        """Return the estimated seconds of method "split", whose programs merge few rows each."""
+        floors, shape, keys = self.floors(problem), _shape_of(problem), problem.shape[-1]
+        rows = cdiv(shape.rows, _SPLIT_ROWS) * _SPLIT_ROWS
+        padded = 2 * shape.batch * shape.heads * rows * keys * (shape.d + shape.padded_dv)
+        busy = max(floors.memory_bytes / hardware.memory, padded / (_SPLIT_SHARE * hardware.flops))
+        tiles = shape.batch * shape.heads * rows // _SPLIT_ROWS
+        parts = 2 * (tiles + (config.num_programs or hardware.num_sms)) * _SPLIT_ROWS * shape.padded_dv * 4
+        sent = (problem.world_size - 1) * shape.batch * shape.heads * shape.rows * (shape.padded_dv + 1) * 4
+        wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(hardware.num_sms, hardware) if sent else 0.0
+        return 2 * _LAUNCH_S + busy + parts / hardware.memory + wire
 
     def plain_words_of(self, problem: "Problem") -> tuple[str, str]:
         words = _PATH_WORDS[_path_of(problem)]
@@ -284,7 +315,7 @@ class FlashDecodeTunable(ConfigTunable):
 
     def compiled(self, config: FlashDecodeConfig) -> tuple[int, ...] | None:
         compiled = config.block_n, config.num_warps, config.num_stages, config.chunk_keys, config.tile_rows
-        return None if config.method == "torch" else compiled
+        return compiled if config.method == "fused" else None
 
     def compile(self, operands: Any, problem: "Problem", config: FlashDecodeConfig) -> None:
         q, k, v, lens, *table = operands

@@ -8,7 +8,16 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tdkernels
-from tests.ops.attention.flash_decode.oracle import CACHES, FP8, FP32, OPERANDS, Decode, attention, enlarge
+from tests.ops.attention.flash_decode.oracle import (
+    CACHES,
+    FP8,
+    FP32,
+    OPERANDS,
+    Decode,
+    attention,
+    enlarge,
+    replace_pages,
+)
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import a_group, device
 
@@ -21,6 +30,8 @@ CONFIGS = {
     "low tiles": dict(block_n=16, num_warps=4, num_stages=1, num_programs=3, tile_rows=16),
     "one program": dict(block_n=32, num_warps=4, num_stages=1, num_programs=1),
     "many programs": dict(block_n=16, num_warps=4, num_stages=1, num_programs=225),
+    "split": dict(method="split", block_n=16, num_warps=1, num_stages=1),
+    "split, many programs": dict(method="split", block_n=16, num_warps=4, num_stages=1, num_programs=50),
     "torch": dict(method="torch"),
 }
 SMALL = enlarge(dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7))
@@ -306,11 +317,6 @@ def rejects_invalid_arguments():
     case.check({"o": case.call()})
 
 
-# 64-bit page numbers: before and behind the cache, inside it if truncated to 32 bits, and some whose byte offset
-# exceeds 64 bits.
-WRONG_PAGES = [-1, None, 10**9, 1 << 32, -(1 << 32) + 1, 1 << 62, -(1 << 62)]  # None: the first page behind the cache
-
-
 def masks_pages_outside_the_cache(config):
     """Check that keys of pages outside the cache are masked. Half of all pages are; memory around the cache is NaN."""
     for spec in (
@@ -320,17 +326,7 @@ def masks_pages_outside_the_cache(config):
         dict(batch=2, heads=4, kv_heads=2, dim=32, keys=12, page=4, lens="full", scales="head"),
     ):
         case = Decode(**enlarge(spec), seed=21)
-        wrong, case.masked = _wrong_pages(case)
-        blocks = case.k_cache.shape[0]
-        table = case.options["block_table"].long()
-        for number, (sequence, page) in enumerate(wrong[case.rank].nonzero().tolist()):
-            value = WRONG_PAGES[number % len(WRONG_PAGES)]
-            table[sequence, page] = blocks if value is None else value
-        case.options["block_table"] = table
-        for name in CACHES if not case.latent else CACHES[:1]:
-            setattr(case, name, _surround_with_nan(getattr(case, name)))
-        if case.latent:
-            case.v_cache = case.k_cache[..., : case.value_dim]
+        replace_pages(case)
         _check_call(case, config, spec)
 
 
@@ -356,26 +352,6 @@ def _check_call(case, config, spec):
     with torch.no_grad():
         o, lse = case.call(tdkernels.flash_decode_ref, return_lse=True)
         case.check({"o": o, "lse": lse})
-
-
-def _wrong_pages(case):
-    """Return (mask of every other page [W, B, pages], per sequence the mask of all ranks' keys in these pages)."""
-    ranks, batch, pages = case.world_size, *case.table.shape
-    wrong = (torch.arange(batch)[:, None] + torch.arange(pages) + torch.arange(ranks)[:, None, None]) % 2 == 0
-    wrong_keys = wrong.repeat_interleave(case.page, 2)
-    masked = [
-        torch.cat([wrong_keys[rank, sequence, : case.all_lens[rank, sequence]] for rank in range(ranks)]).to(device())
-        for sequence in range(batch)
-    ]
-    return wrong, masked
-
-
-def _surround_with_nan(cache):
-    """Return a copy of the cache with two blocks of NaN before and behind it in memory."""
-    whole = torch.full((cache.shape[0] + 4, *cache.shape[1:]), torch.nan, device=cache.device).to(cache.dtype)
-    view = whole[2:-2]
-    view.copy_(cache)
-    return view
 
 
 def validates_in_debug_mode():

@@ -58,7 +58,7 @@ class Decode:
         value_dim: Dv; None means D.
         lens: lengths of each sequence on each rank: "ragged" (any, often none or all), "full", "none", "one" (one key),
             "last" (all on the last rank), "not first" (none on the first rank), "some none" (ragged, the first sequence
-            is empty).
+            is empty); or a list of the lengths on rank 0, which rank r has in an order rotated by r.
         page: block_size of a paged cache with pages in random order; None for a cache by sequence.
         scales: shapes of the scales of fp8 caches: "tensor" ([]), "one" ([1]), "head" ([Hkv]) or "mixed" ([] and
             [Hkv]); None for caches in ``dtype``.
@@ -293,6 +293,8 @@ def attention(q, k, v, scale, soft_cap, window, masked=None):
 
 def draw_lens(lens, ranks, batch, keys, generator):
     """Draw lengths [W, B] of the given kind; see ``Decode``."""
+    if isinstance(lens, list):
+        return torch.stack([torch.tensor(lens).roll(rank) for rank in range(ranks)])
     if lens in ("ragged", "some none"):
         drawn = torch.randint(0, keys + 1, (ranks, batch), generator=generator)
         kind = torch.randint(0, 4, (ranks, batch), generator=generator)
@@ -312,6 +314,46 @@ def draw_lens(lens, ranks, batch, keys, generator):
     else:
         assert lens == "none", lens
     return drawn
+
+
+# 64-bit page numbers: before and behind the cache, inside it if truncated to 32 bits, and some whose byte offset
+# exceeds 64 bits.
+WRONG_PAGES = [-1, None, 10**9, 1 << 32, -(1 << 32) + 1, 1 << 62, -(1 << 62)]  # None: the first page behind the cache
+
+
+def replace_pages(case):
+    """Replace every other page of a case by one outside the cache, and surround the caches with NaN."""
+    wrong, case.masked = _wrong_pages(case)
+    blocks = case.k_cache.shape[0]
+    table = case.options["block_table"].long()
+    for number, (sequence, page) in enumerate(wrong[case.rank].nonzero().tolist()):
+        value = WRONG_PAGES[number % len(WRONG_PAGES)]
+        table[sequence, page] = blocks if value is None else value
+    case.options["block_table"] = table
+    for name in CACHES if not case.latent else CACHES[:1]:
+        setattr(case, name, _surround_with_nan(getattr(case, name)))
+    if case.latent:
+        case.v_cache = case.k_cache[..., : case.value_dim]
+
+
+def _wrong_pages(case):
+    """Return (mask of every other page [W, B, pages], per sequence the mask of all ranks' keys in these pages)."""
+    ranks, batch, pages = case.world_size, *case.table.shape
+    wrong = (torch.arange(batch)[:, None] + torch.arange(pages) + torch.arange(ranks)[:, None, None]) % 2 == 0
+    wrong_keys = wrong.repeat_interleave(case.page, 2)
+    masked = [
+        torch.cat([wrong_keys[rank, sequence, : case.all_lens[rank, sequence]] for rank in range(ranks)]).to(device())
+        for sequence in range(batch)
+    ]
+    return wrong, masked
+
+
+def _surround_with_nan(cache):
+    """Return a copy of the cache with two blocks of NaN before and behind it in memory."""
+    whole = torch.full((cache.shape[0] + 4, *cache.shape[1:]), torch.nan, device=cache.device).to(cache.dtype)
+    view = whole[2:-2]
+    view.copy_(cache)
+    return view
 
 
 def _bits(tensor):

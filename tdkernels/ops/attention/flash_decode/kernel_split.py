@@ -1,0 +1,206 @@
+"""Kernels of method "split" of flash_decode: attention over parts of the keys, then a second launch that merges them.
+
+In the kernel of method "fused" one program merges all parts of a tile. That takes long if a tile has many parts of many
+columns: for a latent cache a part has 512 columns in fp32. Here many programs merge a few rows each.
+
+A *tile* is one batch entry, one head of the cache and one block of query rows. The units of keys of all entries form
+one sequence of work, which is divided into ``groups`` equal shares. The tiles of an entry are computed over the same
+shares: program p computes share p // T of tile p % T, where T is the number of tiles of an entry. So programs that run
+at the same time read the same keys, which come from the L2 cache after the first read.
+
+A program stores every part of a tile. The parts of tile t of entry e have the numbers t * (B + groups) + e + share, in
+the order of the shares: these are distinct, because a program that stores several parts goes to the next entry.
+
+Progress (invariant 1). Programs of the first launch do not wait. Programs of the second launch send all of their rows
+before they wait for the same rows of the peers, and their shares are in program order, as in ``kernel``.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.attention.flash_decode.kernel import attend, cache_of, scales_of
+from tdkernels.ops.attention.flash_decode.kernel_merge import merge_ranks, query_rows, store_parts
+from tdkernels.ops.attention.flash_decode.kv_cache import load_query, num_keys
+from tdkernels.ops.attention.tile import LN_2
+
+# Parts whose lse is loaded at a time.
+_LSE_AT_ONCE = tl.constexpr(16)
+
+
+@td.jit
+def _num_units(lengths, UNIT: tl.constexpr):
+    """Return the number of units of UNIT keys of sequences, at least 1 each."""
+    return tl.maximum((lengths + UNIT - 1) // UNIT, 1)
+
+
+@td.jit
+def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexpr):
+    """Return (indices of entries [BP], their units; 0 from index B on)."""
+    entries = tl.arange(0, BP)
+    lengths = num_keys(lens_ptr, entries, entries < B, capacity)
+    return entries, tl.where(entries < B, _num_units(lengths, UNIT), 0)
+
+
+# ---- the first launch ----
+
+
+@td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "groups", "score_scale", "cap"])
+def flash_decode_parts_kernel(
+    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, scratch_ptr, B, heads, capacity, num_pages,
+    groups, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+):
+    """Store o [RP, DVP] and lse [RP] to base 2 of the parts of all tiles, in fp32.
+
+    scratch_ptr: o of all parts, then their lse; their number is T * (B + groups)
+    Other arguments as for ``flash_decode_kernel``; a unit is TILE.block_n keys.
+    """
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
+    BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
+    tiles_of_entry = heads * BLOCKS_R
+    entries, units = _units_of_entries(lens_ptr, B, capacity, TILE.block_n, BP)
+    ends = td.running_sum(units, 0)
+    work = td.max_of(ends, 0)
+    share = (work + groups - 1) // groups
+    group = tl.program_id(0) // tiles_of_entry
+    which = tl.program_id(0) % tiles_of_entry
+    pos = tl.minimum(group * share, work)
+    end = tl.minimum(pos + share, work)
+    entry = td.sum_of(((ends <= pos) & (entries < B)).to(tl.int32), 0)
+    first = td.max_of(tl.where(ends <= pos, ends, 0), 0)
+    head, block_r = which // BLOCKS_R, which % BLOCKS_R
+    rows_m = tl.arange(0, TILE.block_m)
+    row = block_r * RP + rows_m
+    is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
+    scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
+    parts = tl.cast(tiles_of_entry, tl.int64) * (B + groups)
+    while pos < end:
+        length = num_keys(lens_ptr, entry, True, capacity)
+        tile_units = _num_units(length, TILE.block_n)
+        stop = tl.minimum(first + tile_units, end)
+        query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
+        q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
+        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
+        cache = cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
+        o, lse = attend(
+            q1, q2, cache, strides, pos - first, stop - first, length, 0, tl.where(is_row, row // TILE.group, -1),
+            (scale_k, cap, 0), TILE, CACHE,
+        )
+        number = tl.cast(which, tl.int64) * (B + groups) + entry + group
+        at = number * (RP * DVP) + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
+        tl.store(scratch_ptr + at, o * scale_v, mask=(rows_m < RP)[:, None])
+        tl.store(scratch_ptr + parts * (RP * DVP) + number * RP + rows_m, lse, mask=rows_m < RP)
+        entry += tl.where(stop == first + tile_units, 1, 0)
+        first = tl.where(stop == first + tile_units, stop, first)
+        pos = stop
+
+
+# ---- the second launch ----
+
+
+@td.jit
+def _parts_of(lens_ptr, entry, B, capacity, groups, UNIT: tl.constexpr, BP: tl.constexpr):
+    """Return (the first share with units of an entry, the number of shares that have some)."""
+    entries, units = _units_of_entries(lens_ptr, B, capacity, UNIT, BP)
+    share = (td.sum_of(units, 0) + groups - 1) // groups
+    first = td.sum_of(tl.where(entries < entry, units, 0), 0)
+    own = td.gather_lane(units, entries, entry)
+    return first // share, (first + own - 1) // share - first // share + 1
+
+
+@td.jit
+def _merged(o, lse, count, rows, columns, PART_ROWS: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr):
+    """Return (o [rows, columns], lse [rows]) of ``count`` consecutive parts of PART_ROWS rows, added in order.
+
+    The maximum is known before the first part is read, so STEP parts are loaded at a time.
+    """
+    top = tl.full(rows.shape, float("-inf"), tl.float32)
+    for i in range(0, count, _LSE_AT_ONCE):
+        parts = i + tl.arange(0, _LSE_AT_ONCE)
+        numbers = tl.load(
+            lse + parts[:, None] * PART_ROWS + rows[None, :], mask=(parts < count)[:, None], other=float("-inf")
+        )
+        top = tl.maximum(top, td.max_of(numbers, 0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.full(rows.shape, 0.0, tl.float32)
+    merged = tl.full((rows.shape[0], columns.shape[0]), 0.0, tl.float32)
+    at = rows[:, None] * DVP + columns[None, :]
+    for i in range(0, count, STEP):
+        for j in tl.static_range(STEP):
+            part = tl.cast(i + j, tl.int64)
+            there = part < count
+            weight = tl.exp2(tl.load(lse + part * PART_ROWS + rows, mask=there, other=float("-inf")) - base)
+            values = tl.load(o + part * (PART_ROWS * DVP) + at, mask=there, other=0.0)
+            total += weight
+            merged += weight[:, None] * values
+    nonempty = total > 0.0
+    divisor = tl.where(nonempty, total, 1.0)
+    return merged / divisor[:, None], tl.where(nonempty, base + tl.log2(divisor), float("-inf"))
+
+
+@td.jit
+def _store(outputs, o, lse, entry, head, row, columns, heads, TILE: tl.constexpr):
+    """Store columns of query rows of a head in the outputs, and their lse with the first columns."""
+    o_ptr, lse_ptr, lse2_ptr = outputs
+    query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
+    there = row < TILE.queries * TILE.group
+    o = td.from_float32(o, o_ptr.dtype.element_ty)
+    at = query[:, None] * TILE.dv + columns[None, :]
+    tl.store(o_ptr + at, o, mask=there[:, None] & (columns < TILE.dv)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + query, lse * LN_2, mask=there)
+        if lse2_ptr is not None:
+            tl.store(lse2_ptr + query, lse, mask=there)
+
+
+@td.jit(do_not_specialize=["B", "heads", "capacity", "groups", "plan"])
+def flash_decode_join_kernel(
+    ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, groups, plan,
+    RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):
+    """Merge the parts of this rank, send the results to the peers, and merge those of all ranks in rank order.
+
+    A half of the workspace and its signals are those of ``flash_decode_kernel``, with tiles of TILE.rows query rows,
+    which divides PART_ROWS. A program has an equal share of these tiles. With RANKS = 1, the second index of a program
+    is that of a block of COLUMNS columns; otherwise a program merges all of them.
+
+    PART_ROWS, UNIT: query rows of a part, and keys of a unit, of the first launch
+    STEP: parts loaded at a time
+    """
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
+    BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
+    PART_BLOCKS: tl.constexpr = (TILE.queries * TILE.group + PART_ROWS - 1) // PART_ROWS
+    half, signal = 0, 0
+    if RANKS > 1:
+        _, half, signal = td.call(ctx, plan)
+    tiles_of_entry = heads * BLOCKS_R
+    tiles = B * tiles_of_entry
+    parts = tl.cast(heads * PART_BLOCKS, tl.int64) * (B + groups)
+    share = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.minimum(tl.program_id(0) * share, tiles)
+    end = tl.minimum(begin + share, tiles)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.arange(0, RP)
+    for tile in range(begin, end):
+        entry, which = tile // tiles_of_entry, tile % tiles_of_entry
+        head, block_r = which // BLOCKS_R, which % BLOCKS_R
+        first, count = _parts_of(lens_ptr, entry, B, capacity, groups, UNIT, BP)
+        of_tile = head * PART_BLOCKS + block_r * RP // PART_ROWS
+        number = tl.cast(of_tile, tl.int64) * (B + groups) + entry + first
+        o, lse = _merged(
+            scratch_ptr + number * (PART_ROWS * DVP), scratch_ptr + parts * (PART_ROWS * DVP) + number * PART_ROWS,
+            count, block_r * RP % PART_ROWS + rows, columns, PART_ROWS, DVP, STEP,
+        )
+        if RANKS > 1:
+            store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+        else:
+            _store((o_ptr, lse_ptr, lse2_ptr), o, lse, entry, head, block_r * RP + rows, columns, heads, TILE)
+    if RANKS > 1:
+        merge_ranks(
+            ctx, td.rank(ctx), half, signal, begin, end - begin, tiles, tiles_of_entry, heads, o_ptr, lse_ptr,
+            lse2_ptr, RANKS, TILE, RP, False, (None, 0),
+        )
+        td.finish(ctx)
+

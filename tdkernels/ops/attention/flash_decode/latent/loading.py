@@ -1,0 +1,171 @@
+"""The partition of ``latent_kernel`` that loads queries and keys with TMA, and the sequence of work.
+
+The work is divided as in ``kernel_split``, in units of two blocks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from tdkernels.ops.attention.flash_decode.latent.layout import (
+    BLOCK,
+    FREE_A,
+    FREE_B,
+    HALF,
+    KEYS_A,
+    KEYS_B,
+    LATENT,
+    PAIRS,
+    QUERY,
+    QUERY_FREE,
+    ROTARY,
+    ROWS,
+    UNIT,
+)
+
+# ---- the sequence of work ----
+
+
+@gluon.jit
+def length_of(lens_ptr, entry, capacity):
+    """Return the number of keys of an entry, from 0 to the capacity of the cache."""
+    length = gl.load(lens_ptr + entry)
+    return gl.minimum(gl.maximum(length, 0), capacity).to(gl.int32)
+
+
+@gluon.jit
+def num_units(length):
+    return gl.maximum((length + UNIT - 1) // UNIT, 1)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def first_part(lens_ptr, B, capacity, groups, tiles_of_entry, BP: gl.constexpr):
+    """Return (entry, row block, first unit of the entry, begin and end of the units, group) of this program."""
+    entries = gl.arange(0, BP, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    lengths = gl.load(lens_ptr + entries, mask=entries < B, other=0)
+    lengths = gl.minimum(gl.maximum(lengths, 0), capacity).to(gl.int32)
+    ends = gl.associative_scan(gl.where(entries < B, num_units(lengths), 0), 0, _plus)
+    work = gl.max(ends, 0)
+    share = (work + groups - 1) // groups
+    group = gl.program_id(0) // tiles_of_entry
+    begin = gl.minimum(group * share, work)
+    entry = gl.sum(gl.where((ends <= begin) & (entries < B), 1, 0), 0)
+    first = gl.max(gl.where(ends <= begin, ends, 0), 0)
+    return entry, gl.program_id(0) % tiles_of_entry, first, begin, gl.minimum(begin + share, work), group
+
+
+# ---- pages ----
+
+
+@gluon.jit
+def _page(table, entry, key, length, PAGE: gl.constexpr):
+    """Return the page of a key of an entry, or -1 beyond the length and for a page that is not in the cache."""
+    table_ptr, stride_table, num_pages = table
+    page = gl.load(table_ptr + entry.to(gl.int64) * stride_table + key // PAGE, mask=key < length, other=-1)
+    return gl.where((page >= 0) & (page < num_pages), page, -1).to(gl.int32)
+
+
+@gluon.jit
+def is_there(call, entry, block, length, PAGE: gl.constexpr):
+    """Return whether the keys of a block have a page. Read before the scores are waited for, so the wait hides it."""
+    if PAGE:
+        return _page(call[2], entry, block * BLOCK, length, PAGE) >= 0
+    else:
+        return True
+
+
+@gluon.jit
+def clear(values, block, length, PAGE: gl.constexpr):
+    """Replace the values of keys beyond the length by zeros, in the last block of a paged sequence.
+
+    Their weights are zero, but the memory may hold NaN. Scores of these keys are masked instead.
+    """
+    if PAGE:
+        there = length - block * BLOCK
+        if (there > 0) & (there < BLOCK):
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+            for first in gl.static_range(0, HALF, ROTARY):
+                columns = values.slice(first, ROTARY, dim=1)
+                columns.store(gl.where((keys < there)[:, None], columns.load(layout), 0.0).to(values.dtype))
+            fence_async_shared()
+
+
+# ---- loading ----
+
+
+@gluon.jit
+def _load_a(keys, place, barrier, k_left, k_rotary):
+    """Load latent columns 0 to 255 and the rotary columns of a block of keys."""
+    latent, rotary, _ = keys
+    mbarrier.expect(barrier, BLOCK * (HALF + ROTARY) * 2)
+    k_rotary = k_rotary._reinterpret(rotary.dtype, rotary.block_type.shape, rotary.layout)
+    tma.async_copy_global_to_shared(rotary, [place[0], place[1], LATENT], barrier, k_rotary)
+    k_left = k_left._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
+    tma.async_copy_global_to_shared(latent, [place[0], place[1], 0], barrier, k_left)
+
+
+@gluon.jit
+def _load_b(keys, place, barrier, k_right):
+    """Load latent columns 256 to 511 of a block of keys."""
+    latent, _, _ = keys
+    mbarrier.expect(barrier, BLOCK * HALF * 2)
+    k_right = k_right._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
+    tma.async_copy_global_to_shared(latent, [place[0], place[1], HALF], barrier, k_right)
+
+
+@gluon.jit
+def _place(call, entry, key, length, PAGE: gl.constexpr):
+    """Return the indices of a block that begins at ``key`` in the first two dimensions of the cache.
+
+    Memory beyond the length, which may hold NaN, is not read from a dense cache: its last block begins BLOCK keys
+    before the end, possibly before key 0. TMA fills rows outside the tensor with zeros, also those of page -1.
+    """
+    if PAGE:
+        return _page(call[2], entry, key, length, PAGE), key % PAGE
+    else:
+        return entry, gl.minimum(key, length - BLOCK)
+
+
+@gluon.jit
+def load_partition(call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
+    """Partition that loads queries and keys."""
+    q_ptr, lens_ptr, _, _, _, _, B, capacity, groups = call
+    q_left, q_right, k_left, k_right, k_rotary, _, _ = memory
+    entry, block_r, first, pos, end, group = work
+    turn = 0  # pairs of blocks so far
+    part = 0  # parts so far
+    while pos < end:
+        length = length_of(lens_ptr, entry, capacity)
+        stop = gl.minimum(first + num_units(length), end)
+        row = entry * (TQ * GROUP) + block_r * ROWS
+        mbarrier.wait(bars.index(QUERY_FREE), (part & 1) ^ 1)
+        mbarrier.expect(bars.index(QUERY), ROWS * LATENT * 2)
+        tma.async_copy_global_to_shared(keys[2], [row, 0], bars.index(QUERY), q_left)
+        tma.async_copy_global_to_shared(keys[2], [row, HALF], bars.index(QUERY), q_right)
+        for unit in range(pos - first, stop - first):
+            phase = ((turn // PAIRS) & 1) ^ 1
+            even = (turn % PAIRS) * 2
+            odd = even + 1
+            place = _place(call, entry, unit * UNIT, length, PAGE)
+            place_odd = _place(call, entry, unit * UNIT + BLOCK, length, PAGE)
+            # In the order in which the warp groups free the pieces.
+            mbarrier.wait(bars.index(FREE_A + even), phase)
+            _load_a(keys, place, bars.index(KEYS_A + even), k_left.index(even), k_rotary.index(even))
+            mbarrier.wait(bars.index(FREE_B + even), phase)
+            _load_b(keys, place, bars.index(KEYS_B + even), k_right.index(even))
+            mbarrier.wait(bars.index(FREE_B + odd), phase)
+            _load_b(keys, place_odd, bars.index(KEYS_B + odd), k_right.index(odd))
+            mbarrier.wait(bars.index(FREE_A + odd), phase)
+            _load_a(keys, place_odd, bars.index(KEYS_A + odd), k_left.index(odd), k_rotary.index(odd))
+            turn += 1
+        if stop == first + num_units(length):
+            first = stop
+            entry += 1
+        pos = stop
+        part += 1

@@ -1,0 +1,228 @@
+"""Launch method "split" of flash_decode: one kernel computes parts, a second one merges them and the ranks' results.
+
+The parts of a latent cache (MLA) are computed by ``latent_kernel`` on Hopper. For other caches and GPUs, and on CPU
+ranks, ``kernel_split`` computes them.
+"""
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.config import LATENT_D, DecodeShape, has_latent_kernel, num_programs
+from tdkernels.ops.attention.flash_decode.kernel_split import flash_decode_join_kernel, flash_decode_parts_kernel
+from tdkernels.ops.attention.flash_decode.kv_cache import FP8_NONE, CacheForm
+from tdkernels.ops.attention.tile import LOG2_E
+from tdkernels.ops.common.config import with_config
+from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of
+from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
+
+_LATENT_ROWS, _LATENT_BLOCK = 64, 32  # as in ``latent_kernel``
+
+
+class _Parts(NamedTuple):
+    """How the first launch divides the work.
+
+    Attributes:
+        latent: Whether ``latent_kernel`` computes the parts.
+        rows: Query rows of a part.
+        unit: Keys of a unit of work.
+        groups: Number of equal shares of the units of all entries.
+        tiles: Tiles of an entry.
+    """
+
+    latent: bool
+    rows: int
+    unit: int
+    groups: int
+    tiles: int
+
+    def numbers(self, shape: DecodeShape) -> int:
+        """Return the fp32 elements of scratch memory: o and lse of all parts."""
+        return self.tiles * (shape.batch + self.groups) * self.rows * (shape.padded_dv + 1)
+
+
+def supports(q: torch.Tensor, window: int | None, group: "dist.ProcessGroup | None") -> bool:
+    """Return whether a call can use method "split", with q [B, Tq, Hq, D]. The result is the same on all ranks.
+
+    Its kernels do not exchange lengths, which calls of several ranks need with several query tokens, and do not skip
+    keys before a window.
+    """
+    if not q.numel() or window is not None:
+        return False
+    if group is None or group.size() == 1:
+        return True
+    return q.shape[1] == 1 and group_state(group).topology.num_nodes == 1
+
+
+@functools.cache
+def _latent_kernel():
+    """Return the kernel for latent caches, or None if this version of Triton cannot import it."""
+    try:
+        from tdkernels.ops.attention.flash_decode.latent.kernel import latent_kernel
+    except ImportError:
+        return None
+    return latent_kernel
+
+
+def _uses_latent_kernel(q, k_cache, shape, options):
+    """Return whether ``latent_kernel`` computes the parts of a call: the cache has its form, and TMA can address it."""
+    scale, soft_cap, _ = options
+    if shape.paged and k_cache.shape[1] % _LATENT_BLOCK:
+        return False
+    if scale <= 0 or soft_cap is not None or not has_latent_kernel(shape, q.device) or _latent_kernel() is None:
+        return False
+    is_addressable = q.data_ptr() % 16 == 0 and k_cache.data_ptr() % 16 == 0 and k_cache.numel() > 0
+    return is_addressable and all(stride > 0 and stride % 8 == 0 for stride in k_cache.stride()[:2])
+
+
+@functools.lru_cache(1024)
+def _parts_of(shape, latent, capacity, config, device):
+    """Return the _Parts of a call, with ``latent`` from ``_uses_latent_kernel``."""
+    rows, unit = (_LATENT_ROWS, 2 * _LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
+    tiles = shape.heads * cdiv(shape.rows, rows)
+    if latent:
+        programs = config.num_programs or gpu.num_sms(device)
+    else:
+        programs = num_programs(config, shape, capacity, device)
+    return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles)
+
+
+def launch(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
+    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig", keep: bool = False,
+) -> Any:
+    """Launch both kernels on validated operands of a call that ``supports`` accepts. As ``launch.launch``."""
+    kind = launcher.fp8_kind(k_cache)
+    shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
+    capacity = launcher.capacity_of(k_cache, block_table)
+    latent = _uses_latent_kernel(q, k_cache, shape, options)
+    parts = _parts_of(shape, latent, capacity, config, q.device)
+    scratch = q.new_empty(parts.numbers(shape), dtype=torch.float32)
+    caches = launcher.as_read(k_cache), launcher.as_read(v_cache)
+    operands = q, *caches, kv_lens, block_table, *(scales or (None, None)), scratch
+    launch_cached(
+        local_workspace_of(q.device), (config, options, kind, shape, parts, launcher.precision_of(q)), operands,
+        lambda *of: _prepare_parts(of, kind, options, shape, parts, config, capacity),
+    )
+    if group is None or group.size() == 1:
+        workspace, fields = local_workspace_of(q.device), None
+    else:
+        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)  # type: ignore[assignment]
+        fields = with_config(launcher.problem_fields(q, shape, options), config)
+    key = "join", config, options, shape, parts, capacity, keep, q.dtype
+    o, lse, *kept = launch_cached(
+        workspace, key, (scratch, kv_lens),
+        lambda *of: _prepare_join(workspace, fields, of, q, shape, parts, capacity, keep),
+    )
+    return o, lse, *(kept or [None])  # type: ignore[list-item]
+
+
+# ---- the first launch ----
+
+
+def _prepare_parts(operands, kind, options, shape, parts, config, capacity):
+    """Return the Launch of the kernel that computes the parts."""
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scratch = operands
+    if parts.latent:
+        kernel = _latent_kernel()
+        args, constants = _latent_arguments(
+            q, k_cache, kv_lens, block_table, scratch, options[0], shape, parts, capacity
+        )
+    else:
+        kernel = flash_decode_parts_kernel
+        scale, soft_cap, _ = options
+        paged = block_table is not None
+        args = (
+            q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, scratch, shape.batch,
+            shape.heads, capacity, k_cache.shape[0] if paged else 0, parts.groups, scale * LOG2_E.value,
+            (soft_cap or 0.0) * LOG2_E.value, launcher.strides_of(k_cache, v_cache, block_table),
+        )
+        scale_kind = 0 if k_scale is None else 1 if k_scale.numel() == 1 else 2
+        pairs = kind != FP8_NONE.value and launcher.in_pairs(shape, k_cache, v_cache)
+        constants = {
+            "BP": next_power_of_2(shape.batch),
+            "TILE": launcher.tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
+            "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
+            "num_warps": config.num_warps, "num_stages": config.num_stages,
+        }
+    grid = (parts.groups * parts.tiles,)
+    return Launch(local_workspace_of(q.device), kernel, grid, args, constants, operands, [], [])
+
+
+def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, parts, capacity):
+    """Return (args, constants) of ``latent_kernel``."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    swizzled = functools.partial(gl.NVMMASharedLayout, swizzle_byte_width=128, element_bitwidth=16)
+    sizes, strides = [*k_cache.shape[:2], LATENT_D], [*k_cache.stride()[:2], 1]
+    blocks = [[1, _LATENT_BLOCK, width] for width in (256, 64)]
+    latent, rotary = (TensorDescriptor(k_cache, sizes, strides, block, swizzled(rank=3)) for block in blocks)
+    rows = shape.batch * shape.rows
+    queries = TensorDescriptor(q, [rows, LATENT_D], [LATENT_D, 1], [_LATENT_ROWS, 256], swizzled(rank=2))
+    table = (kv_lens, 0, 0) if block_table is None else (block_table, block_table.stride(0), k_cache.shape[0])
+    lse_at = parts.tiles * (shape.batch + parts.groups) * parts.rows * shape.padded_dv
+    args = (
+        q, latent, rotary, queries, kv_lens, *table, scratch, lse_at, scale * LOG2_E.value, shape.batch, capacity,
+        parts.groups, parts.tiles,
+    )
+    constants = {
+        "TQ": shape.queries, "GROUP": shape.group, "BP": next_power_of_2(shape.batch),
+        "PAGE": 0 if block_table is None else k_cache.shape[1], "num_warps": 4,
+    }
+    return args, constants
+
+
+# ---- the second launch ----
+
+
+def _join_tile(shape: DecodeShape) -> tuple[int, int, int]:
+    """Return (query rows merged by a program at a time, columns, parts loaded at a time); rows depend on q alone.
+
+    Fewest rows fill the GPU best if there are few of them. Measured on H100 with 512 columns, in us: 128 rows of 66
+    parts 6.3 with (1, 128, 16), 16 with (2, 512, 4); 4096 rows of 2 parts 5.5 with (4, 512, 2), 13 with (1, 512, 16).
+    """
+    rows = shape.batch * shape.heads * shape.rows
+    most = next_power_of_2(shape.rows)
+    if rows <= 512:
+        return 1, min(shape.padded_dv, 128), 16
+    if rows <= 2048:
+        return min(2, most), shape.padded_dv, 4
+    return min(4, most), shape.padded_dv, 2
+
+
+def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
+    """Return the Launch of the kernel that merges the parts, and with ``fields`` the results of the ranks."""
+    scratch, kv_lens = operands
+    rows, columns, step = _join_tile(shape)
+    joined = replace(shape, tile_rows=rows)
+    outputs = launcher.outputs_of(q, shape, keep)
+    ctx, plan, ranks = None, 0, 1
+    grid: tuple[int, ...] = joined.tiles, shape.padded_dv // columns
+    if fields is not None:
+        ranks, columns = workspace.world_size, shape.padded_dv
+        plan = workspace.prepare("flash_decode", fields, *launcher.half_sizes(joined, ranks, 1))
+        ctx = workspace.ctx
+        grid = (min(joined.tiles, 4 if q.device.type == "cpu" else 4 * gpu.num_sms(q.device)),)
+    tile = launcher.tile_of(joined, joined.block_m, parts.unit, (1.0, None, None), q.dtype)
+    args = (
+        ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.groups, plan,
+    )
+    constants = {
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows, "UNIT": parts.unit,
+        "COLUMNS": columns, "STEP": step, "num_warps": max(min(rows * columns // 128, 4), 1),
+    }
+    made = [output for output in outputs if output is not None]
+    return Launch(workspace, flash_decode_join_kernel, grid, args, constants, operands, made, [ctx])
