@@ -18,7 +18,7 @@ from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of
+from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_signature, output_spec
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 
@@ -86,7 +86,6 @@ def _uses_latent_kernel(q, k_cache, shape, options):
     return is_addressable and all(stride > 0 and stride % 8 == 0 for stride in k_cache.stride()[:2])
 
 
-@functools.lru_cache(1024)
 def _parts_of(shape, latent, capacity, config, device):
     """Return the _Parts of a call, with ``latent`` from ``_uses_latent_kernel``."""
     rows, unit = (_LATENT_ROWS, 2 * _LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
@@ -98,35 +97,72 @@ def _parts_of(shape, latent, capacity, config, device):
     return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles)
 
 
+class _Pair(NamedTuple):
+    """The launches of a call.
+
+    Attributes:
+        parts: The first launch.
+        join: The second launch.
+        numbers: fp32 elements of scratch memory between them.
+        latent: Whether the first one launches ``latent_kernel``.
+    """
+
+    parts: Launch
+    join: Launch
+    numbers: int
+    latent: bool
+
+
 def launch(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
     block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
     group: "dist.ProcessGroup | None", config: "FlashDecodeConfig", keep: bool = False,
 ) -> Any:
     """Launch both kernels on validated operands of a call that ``supports`` accepts. As ``launch.launch``."""
-    kind = launcher.fp8_kind(k_cache)
+    operands = (
+        q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, *(scales or (None, None)),
+    )
+    pair = _pair_of(operands, launcher.fp8_kind(k_cache), options, group, config, keep)
+    scratch = q.new_empty(pair.numbers, dtype=torch.float32)
+    pair.parts((*operands, scratch))
+    o, lse, *kept = pair.join((scratch, kv_lens))
+    return o, lse, *(kept or [None])  # type: ignore[list-item]
+
+
+def _pair_of(operands, kind, options, group, config, keep):
+    """Return the _Pair of a call. Both launches are cached as one, because a look-up takes the host as long as one."""
+    q, k_cache, v_cache, *_ = operands
+    alone = group is None or group.size() == 1
+    if alone:
+        workspace = local_workspace_of(q.device)
+    else:
+        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    key = (
+        "split", config, options, keep, kind, launcher.value_is_key(k_cache, v_cache), launcher.precision_of(q),
+        *operand_signature(operands),
+    )
+    pair = workspace.launches[key]
+    if pair is None:
+        detached = [None if operand is None else operand.detach() for operand in operands]
+        pair = _prepare(workspace, alone, detached, kind, options, config, keep)
+        workspace.launches[key] = pair  # in the current cache: ``_prepare`` may have replaced the buffer
+    return pair
+
+
+def _prepare(workspace, alone, operands, kind, options, config, keep):
+    """Return the _Pair of a call. The first call of several ranks with a config checks that they agree."""
+    q, k_cache, v_cache, kv_lens, block_table, *_ = operands
     shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
     capacity = launcher.capacity_of(k_cache, block_table)
     latent = _uses_latent_kernel(q, k_cache, shape, options)
     parts = _parts_of(shape, latent, capacity, config, q.device)
-    scratch = q.new_empty(parts.numbers(shape), dtype=torch.float32)
-    caches = launcher.as_read(k_cache), launcher.as_read(v_cache)
-    operands = q, *caches, kv_lens, block_table, *(scales or (None, None)), scratch
-    launch_cached(
-        local_workspace_of(q.device), (config, options, kind, shape, parts, launcher.precision_of(q)), operands,
-        lambda *of: _prepare_parts(of, kind, options, shape, parts, config, capacity),
+    scratch = output_spec(q, parts.numbers(shape), dtype=torch.float32)
+    fields = None if alone else with_config(launcher.problem_fields(q, shape, options), config)
+    return _Pair(
+        _prepare_parts((*operands, scratch), kind, options, shape, parts, config, capacity),
+        _prepare_join(workspace, fields, (scratch, kv_lens), q, shape, parts, capacity, keep),
+        parts.numbers(shape), latent,
     )
-    if group is None or group.size() == 1:
-        workspace, fields = local_workspace_of(q.device), None
-    else:
-        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)  # type: ignore[assignment]
-        fields = with_config(launcher.problem_fields(q, shape, options), config)
-    key = "join", config, options, shape, parts, capacity, keep, q.dtype
-    o, lse, *kept = launch_cached(
-        workspace, key, (scratch, kv_lens),
-        lambda *of: _prepare_join(workspace, fields, of, q, shape, parts, capacity, keep),
-    )
-    return o, lse, *(kept or [None])  # type: ignore[list-item]
 
 
 # ---- the first launch ----

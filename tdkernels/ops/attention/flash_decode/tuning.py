@@ -56,6 +56,9 @@ _PLAIN_STEPS, _FLASH_STEPS, _PAGES_STEPS, _LAST_KEYS_STEPS, _MERGE_STEPS = 34, 1
 # Share of the memory bandwidth that torch's flash attention reaches in bench/results/h200x2/flash_decode.jsonl without
 # lengths: 0.82 to 0.97 of long sequences, 0.63 for 128 sequences of 1K keys. For lengths on the device, an estimate.
 _FLASH_SHARE = 0.85
+# Share of the peak rate that products of "fused" reach for heads of more than 256 elements: 0.13 to 0.15 with the default
+# for 8 sequences of 32K and 32 of 4K latent keys on H100, merging included.
+_WIDE_SHARE = 0.2
 # Of method "split" for latent caches: rows per tile, and the share of the peak rate that its products reach on H100 and
 # H200 (8 sequences of 32K keys).
 _SPLIT_ROWS, _SPLIT_SHARE = 64, 0.5
@@ -186,7 +189,8 @@ class FlashDecodeTunable(ConfigTunable):
         memory = hardware.memory * min(1.0, asked / _IN_FLIGHT)
         read = floors.memory_bytes * share * programs / blocks  # programs with a smaller share count as full
         padded = 2 * shape.tiles * shape.block_m * keys * (sum(shape.parts_of_d) + shape.padded_dv)
-        busy = max(read / memory, padded / (hardware.flops * min(1.0, programs / num_sms)))
+        flops = (_WIDE_SHARE if shape.is_wide else 1.0) * hardware.flops * min(1.0, programs / num_sms)
+        busy = max(read / memory, padded / flops)
         steps = cdiv(programs, resident) * share * _BLOCK_S
         # Programs that share a tile write partial results to memory; one of them reads and merges these.
         parts = 2 * programs * shape.rows_of_tile * (shape.padded_dv + 1) * 4 / hardware.memory

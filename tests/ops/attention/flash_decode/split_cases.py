@@ -39,13 +39,14 @@ def latent(lens, heads, **spec):
 @contextlib.contextmanager
 def runs(kernel):
     """Check which kernel the calls within run: None for ``latent_kernel`` on Hopper and the portable one elsewhere."""
-    used, real = [], launch_split._uses_latent_kernel
+    used, real = [], launch_split._pair_of
 
     def recorded(*args):
-        used.append(real(*args))
-        return used[-1]
+        pair = real(*args)
+        used.append(pair.latent)
+        return pair
 
-    with mock.patch.object(launch_split, "_uses_latent_kernel", recorded):
+    with mock.patch.object(launch_split, "_pair_of", recorded):
         yield
     assert set(used) == (set() if kernel == FUSED else {kernel is None and on_hopper()})
 
