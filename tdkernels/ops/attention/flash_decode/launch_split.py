@@ -130,7 +130,7 @@ def launch(
 
 
 def _pair_of(operands, kind, options, group, config, keep):
-    """Return the _Pair of a call. Both launches are cached as one, because a look-up takes the host as long as one."""
+    """Return the _Pair of a call. Both launches are cached together, because each look-up costs the host time."""
     q, k_cache, v_cache, *_ = operands
     alone = group is None or group.size() == 1
     if alone:

@@ -97,6 +97,9 @@ class FlashDecodeTunable(ConfigTunable):
     def key(self, problem: "Problem") -> "Problem":
         return _key(problem)
 
+    def goes_in_graphs(self, problem: "Problem") -> bool:
+        return problem.num_nodes == 1  # replay across nodes is not tested
+
     def why_not(self, problem: "Problem") -> str | None:
         reason = super().why_not(problem)
         if reason is not None:

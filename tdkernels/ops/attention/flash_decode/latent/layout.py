@@ -37,7 +37,7 @@ def output_layout():
 
 @gluon.constexpr_function
 def _rescale_code(count):
-    """Return PTX that multiplies ``count`` elements by factors, of which each thread has two, unless all are 1."""
+    """Return PTX that multiplies ``count`` elements by the two factors of a thread, unless all are 1."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
         "{ .reg .pred one, all; "
