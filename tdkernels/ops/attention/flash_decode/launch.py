@@ -224,14 +224,17 @@ def bind_call(
     return bind(*_call(operands, FP8_NONE.value, options, group, config, False))[0]
 
 
+def workspace_of(q: torch.Tensor, group: "dist.ProcessGroup | None") -> tuple[Any, bool]:
+    """Return (the workspace of calls with q in a group, whether it is that of a single rank)."""
+    if group is None or group.size() == 1:
+        return local_workspace_of(q.device), True
+    return get_workspace(group, q.device, "flash_decode", across_nodes=True), False
+
+
 def _call(operands, kind, options, group, config, keep):
     """Return the arguments of ``launch_cached``. Caches are from ``as_read``."""
     q, k_cache, v_cache, *_ = operands
-    alone = group is None or group.size() == 1
-    if alone:
-        workspace = local_workspace_of(q.device)
-    else:
-        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    workspace, alone = workspace_of(q, group)
     key = config, options, keep, kind, value_is_key(k_cache, v_cache), precision_of(q)
     return workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
 

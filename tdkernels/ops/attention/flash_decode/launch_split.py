@@ -19,7 +19,6 @@ from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_signature, output_spec
-from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 
 if TYPE_CHECKING:
@@ -132,11 +131,7 @@ def launch(
 def _pair_of(operands, kind, options, group, config, keep):
     """Return the _Pair of a call. Both launches are cached together, because each look-up costs the host time."""
     q, k_cache, v_cache, *_ = operands
-    alone = group is None or group.size() == 1
-    if alone:
-        workspace = local_workspace_of(q.device)
-    else:
-        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    workspace, alone = launcher.workspace_of(q, group)
     key = (
         "split", config, options, keep, kind, launcher.value_is_key(k_cache, v_cache), launcher.precision_of(q),
         *operand_signature(operands),

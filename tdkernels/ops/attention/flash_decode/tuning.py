@@ -56,8 +56,8 @@ _PLAIN_STEPS, _FLASH_STEPS, _PAGES_STEPS, _LAST_KEYS_STEPS, _MERGE_STEPS = 34, 1
 # Share of the memory bandwidth that torch's flash attention reaches in bench/results/h200x2/flash_decode.jsonl without
 # lengths: 0.82 to 0.97 of long sequences, 0.63 for 128 sequences of 1K keys. For lengths on the device, an estimate.
 _FLASH_SHARE = 0.85
-# Share of the peak rate that products of "fused" reach for heads of more than 256 elements: 0.13 to 0.15 with the default
-# for 8 sequences of 32K and 32 of 4K latent keys on H100, merging included.
+# Share of the peak rate that products of "fused" reach for heads of more than 256 elements. With merging, the default
+# reaches 0.13 to 0.15 for 8 sequences of 32K and 32 of 4K latent keys on H100.
 _WIDE_SHARE = 0.2
 # Of method "split" for latent caches: rows per tile, and the share of the peak rate that its products reach on H100 and
 # H200 (8 sequences of 32K keys).

@@ -56,16 +56,14 @@ from tdkernels.ops.attention.flash_decode.latent.loading import (
     clear,
     first_part,
     is_there,
-    length_of,
     load_partition,
     num_units,
 )
 from tdkernels.ops.attention.flash_decode.latent.weights import (
     as_operand,
-    limits_of,
+    begin_part,
     mask,
     publish,
-    rotary_query,
     start_scores,
     store_part,
     take,
@@ -73,9 +71,6 @@ from tdkernels.ops.attention.flash_decode.latent.weights import (
 )
 
 # ---- the warp group of even blocks and columns 0 to 255 ----
-
-# tile: (entry, number of its keys, last visible key of each row)
-
 
 @gluon.jit
 def _left_weights(
@@ -135,17 +130,15 @@ def _left_step(
 @gluon.jit
 def left_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
     """Partition of the even blocks and of columns 0 to 255 of the output."""
-    q_ptr, lens_ptr, _, _, _, _, B, capacity, groups = call
+    _, _, _, _, _, _, B, _, groups = call
     entry, block_r, first, pos, end, group = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
     while pos < end:
-        length = length_of(lens_ptr, entry, capacity)
+        tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
+        length = tile[1]
         stop = gl.minimum(first + num_units(length), end)
-        rows = TQ * GROUP - block_r * ROWS
-        q_rotary = rotary_query(q_ptr, entry * (TQ * GROUP) + block_r * ROWS, rows)
-        tile = entry, length, limits_of(length, block_r, TQ, GROUP)
         maximum = gl.full((ROWS,), float("-inf"), gl.float32, of_row)
         state = maximum, gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
@@ -227,17 +220,15 @@ def _right_step(
 @gluon.jit
 def right_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
     """Partition of the odd blocks and of columns 256 to 511 of the output."""
-    q_ptr, lens_ptr, _, _, _, _, B, capacity, groups = call
+    _, _, _, _, _, _, B, _, groups = call
     entry, block_r, first, pos, end, group = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
     while pos < end:
-        length = length_of(lens_ptr, entry, capacity)
+        tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
+        length = tile[1]
         stop = gl.minimum(first + num_units(length), end)
-        rows = TQ * GROUP - block_r * ROWS
-        q_rotary = rotary_query(q_ptr, entry * (TQ * GROUP) + block_r * ROWS, rows)
-        tile = entry, length, limits_of(length, block_r, TQ, GROUP)
         state = gl.full((ROWS,), float("-inf"), gl.float32, of_row), gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
         there = is_there(call, entry, 2 * (pos - first) + 1, length, PAGE)

@@ -23,16 +23,37 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     output_layout,
     scores_layout,
 )
+from tdkernels.ops.attention.flash_decode.latent.loading import length_of
 
 
 @gluon.jit
-def rotary_query(q_ptr, row, rows):
+def _rotary_query(q_ptr, row, rows):
     """Return the rotary columns of the queries as an operand in registers, because shared memory is full."""
     operand: gl.constexpr = gl.DotOperandLayout(0, scores_layout(), 2)
     rows_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, operand))
     columns = LATENT + gl.arange(0, ROTARY, layout=gl.SliceLayout(0, operand))
     offsets = (row + rows_m).to(gl.int64)[:, None] * (LATENT + ROTARY) + columns[None, :]
     return gl.load(q_ptr + offsets, mask=(rows_m < rows)[:, None], other=0.0)
+
+
+@gluon.jit
+def _limits(length, block_r, TQ: gl.constexpr, GROUP: gl.constexpr):
+    """Return the last visible key of each row of a tile."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores_layout()))
+    return length - TQ + (block_r * ROWS + rows) // GROUP
+
+
+@gluon.jit
+def begin_part(call, entry, block_r, TQ: gl.constexpr, GROUP: gl.constexpr):
+    """Return (tile, rotary columns of the queries) for a part of an entry.
+
+    tile: (entry, number of its keys, last visible key of each row)
+    """
+    q_ptr, lens_ptr, _, _, _, _, _, capacity, _ = call
+    length = length_of(lens_ptr, entry, capacity)
+    rows = TQ * GROUP - block_r * ROWS
+    q_rotary = _rotary_query(q_ptr, entry * (TQ * GROUP) + block_r * ROWS, rows)
+    return (entry, length, _limits(length, block_r, TQ, GROUP)), q_rotary
 
 
 @gluon.jit
@@ -130,10 +151,3 @@ def store_part(call, memory, bars, o, maximum, total, number, part, ODD: gl.cons
     if ODD == 0:
         maximum = gl.convert_layout(maximum, layout)
         gl.store(scratch_ptr + lse_at + rows, gl.where(nonempty, maximum + gl.log2(divisor), float("-inf")))
-
-
-@gluon.jit
-def limits_of(length, block_r, TQ: gl.constexpr, GROUP: gl.constexpr):
-    """Return the last visible key of each row of a tile."""
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores_layout()))
-    return length - TQ + (block_r * ROWS + rows) // GROUP
