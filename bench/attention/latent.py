@@ -18,7 +18,6 @@ with plain torch in fp32 first. Prints one line per shape; rows are appended to 
 import argparse
 import dataclasses
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -28,10 +27,8 @@ import tdkernels
 from bench.attention import latent_methods as methods
 from bench.attention.latent_methods import COPY, FLOORS, GEMM, SELECTED, SPLIT, Shape
 from bench.core import graphs, harness
-from bench.core.each_case import measure_all
-from bench.core.row_files import append
-from bench.run import revision
-from tdkernels.launch import RankPool, pick_device, rank_device
+from bench.core.rank_program import measure_on_ranks
+from tdkernels.launch import pick_device, rank_device
 
 FILE = "flash_decode_latent"
 SHAPES = [
@@ -174,20 +171,9 @@ def _options(arguments):
 
 def main(arguments=None):
     """Measure and print. Return the exit code."""
-    began = time.monotonic()
     options, ranks, device, shapes = _options(arguments)
-    rehearsal = device == "cpu"
-    rounds = 1 if rehearsal else options.rounds
-    keep = None if rehearsal or options.out is None else lambda table: append(table, options.out, FILE)
-    deadline = None if options.seconds is None else began + options.seconds
-    with RankPool(ranks, device) as pool:
-        common = {**pool.run(harness.machine)[0], "rounds": rounds, "git": revision()}
-        _, failures = measure_all(
-            pool, shapes, lambda shape: rows(shape, pool.run(measure, shape, rounds)[0]), common, keep, line, deadline
-        )
-    if rehearsal:
-        print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
-    return 1 if failures else 0
+    rows_of = lambda pool, shape, rounds: rows(shape, pool.run(measure, shape, rounds)[0])  # noqa: E731
+    return measure_on_ranks(ranks, device, shapes, rows_of, line, options, FILE)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ it is given. Without GPUs the command is a rehearsal with small sizes that write
 import argparse
 import dataclasses
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 import tdkernels
 from bench.core import graphs, harness
-from bench.core.each_case import measure_all
-from bench.core.row_files import append
+from bench.core.rank_program import measure_on_ranks
 from bench.reliability import invariance_cases
 from bench.reliability.invariance_cases import DEFAULT, INVARIANT, OPERATORS
-from bench.run import revision
-from tdkernels.launch import RankPool, pick_device, rank_device
+from tdkernels.launch import pick_device, rank_device
 
 FILE = "invariance"
 _MAX_ERROR = 2e-2  # relative difference between results: several roundings to bf16
@@ -133,20 +130,9 @@ def _options(arguments):
 
 def main(arguments=None):
     """Measure and print. Return the exit code."""
-    began = time.monotonic()
     options, ranks, device, cases = _options(arguments)
-    rehearsal = device == "cpu"
-    rounds = 1 if rehearsal else options.rounds
-    keep = None if rehearsal or options.out is None else lambda table: append(table, options.out, FILE)
-    deadline = None if options.seconds is None else began + options.seconds
-    with RankPool(ranks, device) as pool:
-        common = {**pool.run(harness.machine)[0], "rounds": rounds, "git": revision()}
-        _, failures = measure_all(
-            pool, cases, lambda case: rows(case, pool.run(measure, case, rounds)[0]), common, keep, line, deadline
-        )
-    if rehearsal:
-        print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
-    return 1 if failures else 0
+    rows_of = lambda pool, case, rounds: rows(case, pool.run(measure, case, rounds)[0])  # noqa: E731
+    return measure_on_ranks(ranks, device, cases, rows_of, line, options, FILE)
 
 
 if __name__ == "__main__":

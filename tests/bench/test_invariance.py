@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tdkernels
-from bench.core import points
+from bench.core import points, rank_program
 from bench.reliability import invariance, invariance_cases, invariance_report
 from bench.reliability.invariance_cases import BASELINE, DEFAULT, INVARIANT, OPERATORS, Case
 from bench.report import main as report
@@ -138,7 +138,7 @@ def command(monkeypatch, tmp_path):
         monkeypatch.setattr(invariance, "pick_device", lambda asked, ranks: "cuda" if gpus else "cpu")
         return invariance.main([*arguments, "--out", str(tmp_path)])
 
-    monkeypatch.setattr(invariance, "RankPool", FakePool)
+    monkeypatch.setattr(rank_program, "RankPool", FakePool)
     return run
 
 

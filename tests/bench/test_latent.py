@@ -8,7 +8,7 @@ import torch
 
 from bench.attention import latent, latent_methods, latent_report
 from bench.attention.latent_methods import Shape
-from bench.core import points
+from bench.core import points, rank_program
 from bench.report import main as report
 from bench.report import rows as all_rows
 from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
@@ -135,7 +135,7 @@ def command(monkeypatch, tmp_path):
         monkeypatch.setattr(latent.torch.cuda, "device_count", lambda: gpus)
         return latent.main([*arguments, "--out", str(tmp_path)])
 
-    monkeypatch.setattr(latent, "RankPool", FakePool)
+    monkeypatch.setattr(rank_program, "RankPool", FakePool)
     return run
 
 

@@ -81,7 +81,7 @@ def split_launches(name, arch, dtype=BF16, ranks=1, sizes=None, lens_dtype=torch
         patch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
         kind = 0 if scales is None else 1 if arch in ("sm_89", "sm_90", "sm_100") else 2
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
-        launches = stack.enter_context(recorded_launches(launcher, ranks))
+        launches = stack.enter_context(recorded_launches((launcher, flash_decode_launch), ranks))
         patch.setattr(launcher, "has_latent_kernel", lambda *_: not portable)
         patch.setattr(launcher, "_latent_kernel", lambda: Recorder(latent_kernel, launches))
         shape = flash_decode_launch.shape_of(q, k, v, table)
