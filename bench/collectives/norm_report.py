@@ -8,7 +8,8 @@ _INTRO = """## All-reduce with residual addition and norm
 
 Microseconds by rows x hidden of x on each rank, in bf16. **unfused**: NCCL's all-reduce, an addition and torch's norm.
 **unfused, compiled**: the addition and the norm in one kernel of torch.compile. **all-reduce alone**: `all_reduce` of
-this library, without addition and norm. "Ours" uses the best known config, "ours, heuristic" the heuristic config.
+this library, without addition and norm. "Ours" uses the best known config, "ours, heuristic" the heuristic config of
+that revision.
 """
 _METHODS = {
     "unfused": BASELINE, "unfused, compiled": "sequence-compiled", "all-reduce alone": ALONE, "ours": "tdkernels",

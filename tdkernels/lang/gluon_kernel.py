@@ -1,4 +1,4 @@
-"""Kernels in Gluon, Triton's lower-level language: for GPUs of one kind only, never interpreted."""
+"""Kernels in Gluon, Triton's lower-level language: compiled for one GPU architecture, never interpreted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ class GluonKernel(GluonJITFunction):
     It has no CPU version, so each use needs a portable kernel that computes the same.
     """
 
+    # The same fast path: it needs only what every JITFunction has.
     launch_bound = Kernel.launch_bound
     _others = Kernel._others
 

@@ -1,18 +1,19 @@
 """Kernels of method "split" of flash_decode: attention over parts of the keys, then a second launch that merges them.
 
-In the kernel of method "fused" one program merges all parts of a tile. That takes long if a tile has many parts of many
-columns: for a latent cache a part has 512 columns in fp32. Here many programs merge a few rows each.
+In the kernel of method "fused" one program merges the parts of a tile or, if there are many, one program each group of
+8 large parts and one the groups. So few programs read all parts, which takes long for a latent cache, where a part has
+512 columns in fp32. Here many programs merge a few rows each.
 
 A *tile* is one batch entry, one head of the cache and one block of query rows. The units of keys of all entries form
-one sequence of work, which is divided into ``groups`` equal shares. The tiles of an entry are computed over the same
+one sequence of work, which is divided into ``shares`` equal shares. The tiles of an entry are computed over the same
 shares: program p computes share p // T of tile p % T, where T is the number of tiles of an entry. So programs that run
 at the same time read the same keys, which come from the L2 cache after the first read.
 
-A program stores every part of a tile. The parts of tile t of entry e have the numbers t * (B + groups) + e + share, in
-the order of the shares: these are distinct, because a program that stores several parts goes to the next entry.
+A program stores every part of a tile. The part of tile t of entry e in share s has the number t * (B + shares) + e + s.
+These are distinct, because a program that stores several parts goes to the next entry.
 
 Progress (invariant 1). Programs of the first launch do not wait. Programs of the second launch send all of their rows
-before they wait for the same rows of the peers, and their shares are in program order, as in ``kernel``.
+before they wait for the same rows of the peers, and their tiles are in program order, as in ``kernel``.
 """
 
 import triton.language as tl
@@ -44,14 +45,14 @@ def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexp
 # ---- the first launch ----
 
 
-@td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "groups", "score_scale", "cap"])
+@td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "shares", "score_scale", "cap"])
 def flash_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, scratch_ptr, B, heads, capacity, num_pages,
-    groups, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+    shares, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
 ):
     """Store o [RP, DVP] and lse [RP] to base 2 of the parts of all tiles, in fp32.
 
-    scratch_ptr: o of all parts, then their lse; their number is T * (B + groups)
+    scratch_ptr: o of all parts, then their lse; their number is T * (B + shares)
     Other arguments as for ``flash_decode_kernel``; a unit is TILE.block_n keys.
     """
     RP: tl.constexpr = TILE.rows
@@ -61,11 +62,11 @@ def flash_decode_parts_kernel(
     entries, units = _units_of_entries(lens_ptr, B, capacity, TILE.block_n, BP)
     ends = td.running_sum(units, 0)
     work = td.max_of(ends, 0)
-    share = (work + groups - 1) // groups
-    group = tl.program_id(0) // tiles_of_entry
+    units_per_share = (work + shares - 1) // shares
+    share = tl.program_id(0) // tiles_of_entry
     which = tl.program_id(0) % tiles_of_entry
-    pos = tl.minimum(group * share, work)
-    end = tl.minimum(pos + share, work)
+    pos = tl.minimum(share * units_per_share, work)
+    end = tl.minimum(pos + units_per_share, work)
     entry = td.sum_of(((ends <= pos) & (entries < B)).to(tl.int32), 0)
     first = td.max_of(tl.where(ends <= pos, ends, 0), 0)
     head, block_r = which // BLOCKS_R, which % BLOCKS_R
@@ -73,7 +74,7 @@ def flash_decode_parts_kernel(
     row = block_r * RP + rows_m
     is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
     scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
-    parts = tl.cast(tiles_of_entry, tl.int64) * (B + groups)
+    parts = tl.cast(tiles_of_entry, tl.int64) * (B + shares)
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
         tile_units = _num_units(length, TILE.block_n)
@@ -86,7 +87,7 @@ def flash_decode_parts_kernel(
             q1, q2, cache, strides, pos - first, stop - first, length, 0, tl.where(is_row, row // TILE.group, -1),
             (scale_k, cap, 0), TILE, CACHE,
         )
-        number = tl.cast(which, tl.int64) * (B + groups) + entry + group
+        number = tl.cast(which, tl.int64) * (B + shares) + entry + share
         at = number * (RP * DVP) + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
         tl.store(scratch_ptr + at, o * scale_v, mask=(rows_m < RP)[:, None])
         tl.store(scratch_ptr + parts * (RP * DVP) + number * RP + rows_m, lse, mask=rows_m < RP)
@@ -99,13 +100,13 @@ def flash_decode_parts_kernel(
 
 
 @td.jit
-def _parts_of(lens_ptr, entry, B, capacity, groups, UNIT: tl.constexpr, BP: tl.constexpr):
+def _shares_of_entry(lens_ptr, entry, B, capacity, shares, UNIT: tl.constexpr, BP: tl.constexpr):
     """Return (the first share with units of an entry, the number of shares that have some)."""
     entries, units = _units_of_entries(lens_ptr, B, capacity, UNIT, BP)
-    share = (td.sum_of(units, 0) + groups - 1) // groups
+    units_per_share = (td.sum_of(units, 0) + shares - 1) // shares
     first = td.sum_of(tl.where(entries < entry, units, 0), 0)
     own = td.gather_lane(units, entries, entry)
-    return first // share, (first + own - 1) // share - first // share + 1
+    return first // units_per_share, (first + own - 1) // units_per_share - first // units_per_share + 1
 
 
 @td.jit
@@ -153,17 +154,17 @@ def _store(outputs, o, lse, entry, head, row, columns, heads, TILE: tl.constexpr
             tl.store(lse2_ptr + query, lse, mask=there)
 
 
-@td.jit(do_not_specialize=["B", "heads", "capacity", "groups", "plan"])
+@td.jit(do_not_specialize=["B", "heads", "capacity", "shares", "plan"])
 def flash_decode_join_kernel(
-    ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, groups, plan,
+    ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, shares, plan,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):
     """Merge the parts of this rank, send the results to the peers, and merge those of all ranks in rank order.
 
     A half of the workspace and its signals are those of ``flash_decode_kernel``, with tiles of TILE.rows query rows,
-    which divides PART_ROWS. A program has an equal share of these tiles. With RANKS = 1, the second index of a program
-    is that of a block of COLUMNS columns; otherwise a program merges all of them.
+    which divides PART_ROWS. A program merges as many consecutive tiles as the others. With RANKS = 1, the
+    second index of a program is that of a block of COLUMNS columns; otherwise a program merges all of them.
 
     PART_ROWS, UNIT: query rows of a part, and keys of a unit, of the first launch
     STEP: parts loaded at a time
@@ -177,18 +178,18 @@ def flash_decode_join_kernel(
         _, half, signal = td.call(ctx, plan)
     tiles_of_entry = heads * BLOCKS_R
     tiles = B * tiles_of_entry
-    parts = tl.cast(heads * PART_BLOCKS, tl.int64) * (B + groups)
-    share = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.minimum(tl.program_id(0) * share, tiles)
-    end = tl.minimum(begin + share, tiles)
+    parts = tl.cast(heads * PART_BLOCKS, tl.int64) * (B + shares)
+    of_program = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.minimum(tl.program_id(0) * of_program, tiles)
+    end = tl.minimum(begin + of_program, tiles)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, RP)
     for tile in range(begin, end):
         entry, which = tile // tiles_of_entry, tile % tiles_of_entry
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
-        first, count = _parts_of(lens_ptr, entry, B, capacity, groups, UNIT, BP)
+        first, count = _shares_of_entry(lens_ptr, entry, B, capacity, shares, UNIT, BP)
         of_tile = head * PART_BLOCKS + block_r * RP // PART_ROWS
-        number = tl.cast(of_tile, tl.int64) * (B + groups) + entry + first
+        number = tl.cast(of_tile, tl.int64) * (B + shares) + entry + first
         o, lse = _merged(
             scratch_ptr + number * (PART_ROWS * DVP), scratch_ptr + parts * (PART_ROWS * DVP) + number * PART_ROWS,
             count, block_r * RP % PART_ROWS + rows, columns, PART_ROWS, DVP, STEP,

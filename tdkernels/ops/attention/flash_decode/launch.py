@@ -294,6 +294,25 @@ def strides_of(
     return *k_cache.stride()[:3], *v_cache.stride()[:3], 0 if block_table is None else block_table.stride(0)
 
 
+def cache_arguments(q, k_cache, v_cache, block_table, scales, shape, kind, config, options):
+    """Return (num_pages, score_scale, cap, strides, {"TILE": …, "CACHE": …}), arguments of the portable kernels.
+
+    Arguments as for ``arguments``.
+    """
+    scale, soft_cap, _ = options
+    paged = block_table is not None
+    scale_kind = 0 if scales is None else 1 if scales[0].numel() == 1 else 2
+    pairs = kind != FP8_NONE.value and in_pairs(shape, k_cache, v_cache)
+    forms = {
+        "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
+        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
+    }
+    return (
+        k_cache.shape[0] if paged else 0, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value,
+        strides_of(k_cache, v_cache, block_table), forms,
+    )
+
+
 def arguments(
     ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
     plan, ranks, nodes, programs, capacity,
@@ -303,23 +322,18 @@ def arguments(
     ``kind`` is the ``fp8_kind`` of the caches, ``scales`` is (k_scale, v_scale) or None, ``options`` is (scale,
     soft_cap, window), and ``outputs`` is (o, lse, lse to base 2 or None).
     """
-    scale, soft_cap, window = options
-    paged = block_table is not None
-    scale_kind, (k_scale, v_scale) = 0, scales or (None, None)
-    if scales is not None:
-        scale_kind = 1 if k_scale.numel() == 1 else 2
-    args = (
-        ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
-        flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
-        (soft_cap or 0.0) * LOG2_E.value, window or 0, plan, strides_of(k_cache, v_cache, block_table),
+    table = kv_lens if block_table is None else block_table
+    num_pages, score_scale, cap, strides, forms = cache_arguments(
+        q, k_cache, v_cache, block_table, scales, shape, kind, config, options
     )
-    pairs = kind != FP8_NONE.value and in_pairs(shape, k_cache, v_cache)
+    args = (
+        ctx, q, k_cache, v_cache, kv_lens, table, *(scales or (None, None)), *outputs, scratch, flags, shape.batch,
+        shape.heads, capacity, num_pages, score_scale, cap, options[2] or 0, plan, strides,
+    )
     constants = {
-        "RANKS": ranks, "BP": next_power_of_2(shape.batch),
-        "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
-        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
-        "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes, "CHUNK": config.chunk_keys // config.block_n,
-        "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch), **forms, "NUMBERS": NUMBERS_OF_WARP * config.num_warps,
+        "NODES": nodes, "CHUNK": config.chunk_keys // config.block_n, "num_warps": config.num_warps,
+        "num_stages": config.num_stages, "trace_ptr": None,
     }
     return args, constants
 

@@ -5,15 +5,23 @@ ranks, ``kernel_split`` computes them.
 """
 
 import functools
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tdkernels.ops.attention.flash_decode import launch as launcher
-from tdkernels.ops.attention.flash_decode.config import LATENT_D, DecodeShape, has_latent_kernel, num_programs
+from tdkernels.ops.attention.flash_decode.config import (
+    LATENT_BLOCK,
+    LATENT_D,
+    LATENT_DV,
+    LATENT_ROWS,
+    DecodeShape,
+    has_latent_kernel,
+    num_programs,
+)
 from tdkernels.ops.attention.flash_decode.kernel_split import flash_decode_join_kernel, flash_decode_parts_kernel
-from tdkernels.ops.attention.flash_decode.kv_cache import FP8_NONE, CacheForm
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -26,7 +34,8 @@ if TYPE_CHECKING:
 
     from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
 
-_LATENT_ROWS, _LATENT_BLOCK = 64, 32  # as in ``latent_kernel``
+
+_log = logging.getLogger(__name__)
 
 
 class _Parts(NamedTuple):
@@ -36,19 +45,19 @@ class _Parts(NamedTuple):
         latent: Whether ``latent_kernel`` computes the parts.
         rows: Query rows of a part.
         unit: Keys of a unit of work.
-        groups: Number of equal shares of the units of all entries.
+        shares: Number of equal shares of the units of all entries.
         tiles: Tiles of an entry.
     """
 
     latent: bool
     rows: int
     unit: int
-    groups: int
+    shares: int
     tiles: int
 
-    def numbers(self, shape: DecodeShape) -> int:
+    def scratch_size(self, shape: DecodeShape) -> int:
         """Return the fp32 elements of scratch memory: o and lse of all parts."""
-        return self.tiles * (shape.batch + self.groups) * self.rows * (shape.padded_dv + 1)
+        return self.tiles * (shape.batch + self.shares) * self.rows * (shape.padded_dv + 1)
 
 
 def supports(q: torch.Tensor, window: int | None, group: "dist.ProcessGroup | None") -> bool:
@@ -69,7 +78,8 @@ def _latent_kernel():
     """Return the kernel for latent caches, or None if this version of Triton cannot import it."""
     try:
         from tdkernels.ops.attention.flash_decode.latent.kernel import latent_kernel
-    except ImportError:
+    except (ImportError, AttributeError) as error:  # Gluon is experimental
+        _log.warning("flash_decode: the kernel for latent caches is not available, slower kernels run (%s)", error)
         return None
     return latent_kernel
 
@@ -77,7 +87,7 @@ def _latent_kernel():
 def _uses_latent_kernel(q, k_cache, shape, options):
     """Return whether ``latent_kernel`` computes the parts of a call: the cache has its form, and TMA can address it."""
     scale, soft_cap, _ = options
-    if shape.paged and k_cache.shape[1] % _LATENT_BLOCK:
+    if shape.paged and k_cache.shape[1] % LATENT_BLOCK:
         return False
     if scale <= 0 or soft_cap is not None or not has_latent_kernel(shape, q.device) or _latent_kernel() is None:
         return False
@@ -85,9 +95,9 @@ def _uses_latent_kernel(q, k_cache, shape, options):
     return is_addressable and all(stride > 0 and stride % 8 == 0 for stride in k_cache.stride()[:2])
 
 
-def _parts_of(shape, latent, capacity, config, device):
+def _divide_work(shape, latent, capacity, config, device):
     """Return the _Parts of a call, with ``latent`` from ``_uses_latent_kernel``."""
-    rows, unit = (_LATENT_ROWS, 2 * _LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
+    rows, unit = (LATENT_ROWS, 2 * LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
     tiles = shape.heads * cdiv(shape.rows, rows)
     if latent:
         programs = config.num_programs or gpu.num_sms(device)
@@ -102,13 +112,13 @@ class _Pair(NamedTuple):
     Attributes:
         parts: The first launch.
         join: The second launch.
-        numbers: fp32 elements of scratch memory between them.
+        scratch_size: fp32 elements of scratch memory between them.
         latent: Whether the first one launches ``latent_kernel``.
     """
 
     parts: Launch
     join: Launch
-    numbers: int
+    scratch_size: int
     latent: bool
 
 
@@ -122,7 +132,7 @@ def launch(
         q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, *(scales or (None, None)),
     )
     pair = _pair_of(operands, launcher.fp8_kind(k_cache), options, group, config, keep)
-    scratch = q.new_empty(pair.numbers, dtype=torch.float32)
+    scratch = q.new_empty(pair.scratch_size, dtype=torch.float32)
     pair.parts((*operands, scratch))
     o, lse, *kept = pair.join((scratch, kv_lens))
     return o, lse, *(kept or [None])  # type: ignore[list-item]
@@ -150,13 +160,13 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
     capacity = launcher.capacity_of(k_cache, block_table)
     latent = _uses_latent_kernel(q, k_cache, shape, options)
-    parts = _parts_of(shape, latent, capacity, config, q.device)
-    scratch = output_spec(q, parts.numbers(shape), dtype=torch.float32)
+    parts = _divide_work(shape, latent, capacity, config, q.device)
+    scratch = output_spec(q, parts.scratch_size(shape), dtype=torch.float32)
     fields = None if alone else with_config(launcher.problem_fields(q, shape, options), config)
     return _Pair(
         _prepare_parts((*operands, scratch), kind, options, shape, parts, config, capacity),
         _prepare_join(workspace, fields, (scratch, kv_lens), q, shape, parts, capacity, keep),
-        parts.numbers(shape), latent,
+        parts.scratch_size(shape), latent,
     )
 
 
@@ -173,22 +183,18 @@ def _prepare_parts(operands, kind, options, shape, parts, config, capacity):
         )
     else:
         kernel = flash_decode_parts_kernel
-        scale, soft_cap, _ = options
-        paged = block_table is not None
-        args = (
-            q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, scratch, shape.batch,
-            shape.heads, capacity, k_cache.shape[0] if paged else 0, parts.groups, scale * LOG2_E.value,
-            (soft_cap or 0.0) * LOG2_E.value, launcher.strides_of(k_cache, v_cache, block_table),
+        scales = None if k_scale is None else (k_scale, v_scale)
+        num_pages, score_scale, cap, strides, forms = launcher.cache_arguments(
+            q, k_cache, v_cache, block_table, scales, shape, kind, config, options
         )
-        scale_kind = 0 if k_scale is None else 1 if k_scale.numel() == 1 else 2
-        pairs = kind != FP8_NONE.value and launcher.in_pairs(shape, k_cache, v_cache)
+        args = (
+            q, k_cache, v_cache, kv_lens, kv_lens if block_table is None else block_table, k_scale, v_scale, scratch,
+            shape.batch, shape.heads, capacity, num_pages, parts.shares, score_scale, cap, strides,
+        )
         constants = {
-            "BP": next_power_of_2(shape.batch),
-            "TILE": launcher.tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
-            "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
-            "num_warps": config.num_warps, "num_stages": config.num_stages,
+            "BP": next_power_of_2(shape.batch), **forms, "num_warps": config.num_warps, "num_stages": config.num_stages,
         }
-    grid = (parts.groups * parts.tiles,)
+    grid = (parts.shares * parts.tiles,)
     return Launch(local_workspace_of(q.device), kernel, grid, args, constants, operands, [], [])
 
 
@@ -199,15 +205,15 @@ def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, p
 
     swizzled = functools.partial(gl.NVMMASharedLayout, swizzle_byte_width=128, element_bitwidth=16)
     sizes, strides = [*k_cache.shape[:2], LATENT_D], [*k_cache.stride()[:2], 1]
-    blocks = [[1, _LATENT_BLOCK, width] for width in (256, 64)]
+    blocks = [[1, LATENT_BLOCK, width] for width in (LATENT_DV // 2, LATENT_D - LATENT_DV)]
     latent, rotary = (TensorDescriptor(k_cache, sizes, strides, block, swizzled(rank=3)) for block in blocks)
     rows = shape.batch * shape.rows
-    queries = TensorDescriptor(q, [rows, LATENT_D], [LATENT_D, 1], [_LATENT_ROWS, 256], swizzled(rank=2))
+    queries = TensorDescriptor(q, [rows, LATENT_D], [LATENT_D, 1], [LATENT_ROWS, LATENT_DV // 2], swizzled(rank=2))
     table = (kv_lens, 0, 0) if block_table is None else (block_table, block_table.stride(0), k_cache.shape[0])
-    lse_at = parts.tiles * (shape.batch + parts.groups) * parts.rows * shape.padded_dv
+    lse_at = parts.tiles * (shape.batch + parts.shares) * parts.rows * shape.padded_dv
     args = (
         q, latent, rotary, queries, kv_lens, *table, scratch, lse_at, scale * LOG2_E.value, shape.batch, capacity,
-        parts.groups, parts.tiles,
+        parts.shares, parts.tiles,
     )
     constants = {
         "TQ": shape.queries, "GROUP": shape.group, "BP": next_power_of_2(shape.batch),
@@ -224,6 +230,7 @@ def _join_tile(shape: DecodeShape) -> tuple[int, int, int]:
 
     Fewest rows fill the GPU best if there are few of them. Measured on H100 with 512 columns, in us: 128 rows of 66
     parts 6.3 with (1, 128, 16), 16 with (2, 512, 4); 4096 rows of 2 parts 5.5 with (4, 512, 2), 13 with (1, 512, 16).
+    The limits of 512 and 2048 rows and the result between them are estimates.
     """
     rows = shape.batch * shape.heads * shape.rows
     most = next_power_of_2(shape.rows)
@@ -246,10 +253,11 @@ def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
         ranks, columns = workspace.world_size, shape.padded_dv
         plan = workspace.prepare("flash_decode", fields, *launcher.half_sizes(joined, ranks, 1))
         ctx = workspace.ctx
+        # (An estimate.) On CPU ranks few programs, because the interpreter is slow.
         grid = (min(joined.tiles, 4 if q.device.type == "cpu" else 4 * gpu.num_sms(q.device)),)
     tile = launcher.tile_of(joined, joined.block_m, parts.unit, (1.0, None, None), q.dtype)
     args = (
-        ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.groups, plan,
+        ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.shares, plan,
     )
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows, "UNIT": parts.unit,

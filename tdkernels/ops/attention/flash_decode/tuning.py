@@ -22,6 +22,7 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode import op, torch_attention
 from tdkernels.ops.attention.flash_decode.config import (
+    LATENT_ROWS,
     DecodeShape,
     FlashDecodeConfig,
     default_config,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from tdkernels.autotune.hardware import Hardware
     from tdkernels.autotune.problem import Problem
 
-_PAGE = 16  # keys per block of the paged caches used for tuning
+_PAGE, _LATENT_PAGE = 16, 64  # keys per block of the paged caches used for tuning
 _AT_ONCE_BYTES = 1 << 30  # memory bound of the reference, which processes the batch in parts
 _MORE_BYTES = 1 << 10  # shared memory that a kernel may need in addition to ``FlashDecodeConfig.shared_memory_bytes``
 _LAUNCH_S = 5e-6
@@ -59,9 +60,9 @@ _FLASH_SHARE = 0.85
 # Share of the peak rate that products of "fused" reach for heads of more than 256 elements. With merging, the default
 # reaches 0.13 to 0.15 for 8 sequences of 32K and 32 of 4K latent keys on H100.
 _WIDE_SHARE = 0.2
-# Of method "split" for latent caches: rows per tile, and the share of the peak rate that its products reach on H100 and
-# H200 (8 sequences of 32K keys).
-_SPLIT_ROWS, _SPLIT_SHARE = 64, 0.5
+# Share of the peak rate that products of method "split" with latent caches reach on H100 and H200 (8 sequences of 32K
+# keys).
+_SPLIT_SHARE = 0.5
 _FLASH_ROWS = 64  # query rows per tile of torch's flash attention, to which rows are padded
 
 
@@ -76,6 +77,11 @@ def _shape_of(problem):
     size = 1 if "fp8" in problem.layout else problem.torch_dtype.itemsize
     latent, paged = "latent" in problem.layout, "paged" in problem.layout
     return DecodeShape(batch, queries, kv_heads, heads // kv_heads, d, dv, size, latent, paged)
+
+
+def _page_of(problem):
+    """Return the keys per block of a paged cache; ``latent_kernel`` needs a multiple of 32."""
+    return _LATENT_PAGE if "latent" in problem.layout else _PAGE
 
 
 def _can_split(problem):
@@ -204,11 +210,11 @@ class FlashDecodeTunable(ConfigTunable):
     def _split_s(self, config, problem, hardware):
         """Return the estimated seconds of method "split", whose programs merge few rows each."""
         floors, shape, keys = self.floors(problem), _shape_of(problem), problem.shape[-1]
-        rows = cdiv(shape.rows, _SPLIT_ROWS) * _SPLIT_ROWS
+        rows = cdiv(shape.rows, LATENT_ROWS) * LATENT_ROWS
         padded = 2 * shape.batch * shape.heads * rows * keys * (shape.d + shape.padded_dv)
         busy = max(floors.memory_bytes / hardware.memory, padded / (_SPLIT_SHARE * hardware.flops))
-        tiles = shape.batch * shape.heads * rows // _SPLIT_ROWS
-        parts = 2 * (tiles + (config.num_programs or hardware.num_sms)) * _SPLIT_ROWS * shape.padded_dv * 4
+        tiles = shape.batch * shape.heads * rows // LATENT_ROWS
+        parts = 2 * (tiles + (config.num_programs or hardware.num_sms)) * LATENT_ROWS * shape.padded_dv * 4
         sent = (problem.world_size - 1) * shape.batch * shape.heads * shape.rows * (shape.padded_dv + 1) * 4
         wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(hardware.num_sms, hardware) if sent else 0.0
         return 2 * _LAUNCH_S + busy + parts / hardware.memory + wire
@@ -266,8 +272,9 @@ class FlashDecodeTunable(ConfigTunable):
         dtype, shape = problem.torch_dtype, _shape_of(problem)
         same = torch.Generator(device).manual_seed(0)  # q is the same on all ranks
         q = torch.randn(batch, queries, heads, d, generator=same, dtype=dtype, device=device)
-        pages = cdiv(keys, _PAGE)
-        rows = (batch * pages, _PAGE) if shape.paged else (batch, keys)
+        page = _page_of(problem)
+        pages = cdiv(keys, page)
+        rows = (batch * pages, page) if shape.paged else (batch, keys)
 
         def draw(width):
             cache = torch.randn(*rows, kv_heads, width, generator=generator, dtype=dtype, device=device)
@@ -345,7 +352,7 @@ def _path_of(problem):
     shape, dtype = _shape_of(problem), problem.torch_dtype
     return torch_attention.select_path(
         dtype, FP8 if "fp8" in problem.layout else dtype, d, dv, on_gpu=problem.gpu != "cpu",
-        has_flash=not torch.version.hip, page=_PAGE if shape.paged else None,
+        has_flash=not torch.version.hip, page=_page_of(problem) if shape.paged else None,
     )
 
 

@@ -13,9 +13,9 @@ So one warp group computes weights while the tensor cores work for the other one
 in two pieces per block: latent columns 0 to 255 with the rotary columns (freed by left), and 256 to 511 (freed by
 right). Four blocks fit in shared memory.
 
-The maximum of a row is updated only when a score exceeds it by 2**8 or more. Until then weights are at most 2**8, which
-changes neither the precision of a product nor that of the fp32 sums, and the output is not rescaled. Warps skip
-rescaling if all their factors are 1.
+The maximum of a row is updated only when a score, to base 2, exceeds it by more than 8 (``LAZY``). Until then weights
+are at most 2**8, which changes neither the precision of a product nor that of the fp32 sums, and the output is not
+rescaled. Warps skip rescaling if all their factors are 1.
 
 ptxas executes all products one after another if an instruction changes an accumulator while a product of the same warp
 group is in flight. So outputs are rescaled only after a wait for all of them.
@@ -130,8 +130,8 @@ def _left_step(
 @gluon.jit
 def left_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
     """Partition of the even blocks and of columns 0 to 255 of the output."""
-    _, _, _, _, _, _, B, _, groups = call
-    entry, block_r, first, pos, end, group = work
+    _, _, _, _, _, _, B, _, shares = call
+    entry, block_r, first, pos, end, share = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
@@ -162,7 +162,7 @@ def left_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constex
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
         own, total = state
         total *= gl.exp2(own - gl.where(maximum == float("-inf"), 0.0, maximum))
-        number = block_r * (B + groups) + entry + group
+        number = block_r * (B + shares) + entry + share
         store_part(call, memory, bars, o, maximum, total, number, part, 0)
         if stop == first + num_units(length):
             first = stop
@@ -220,8 +220,8 @@ def _right_step(
 @gluon.jit
 def right_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
     """Partition of the odd blocks and of columns 256 to 511 of the output."""
-    _, _, _, _, _, _, B, _, groups = call
-    entry, block_r, first, pos, end, group = work
+    _, _, _, _, _, _, B, _, shares = call
+    entry, block_r, first, pos, end, share = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
@@ -245,7 +245,7 @@ def right_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.conste
         )
         turn += 1
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
-        number = block_r * (B + groups) + entry + group
+        number = block_r * (B + shares) + entry + share
         store_part(call, memory, bars, o, state[0], state[1], number, part, 1)
         if stop == first + num_units(length):
             first = stop
@@ -269,13 +269,13 @@ def _barriers():
     return bars
 
 
-_NOT_SPECIALIZED = ["stride_table", "num_pages", "lse_at", "scale", "B", "capacity", "groups", "tiles_of_entry"]
+_NOT_SPECIALIZED = ["stride_table", "num_pages", "lse_at", "scale", "B", "capacity", "shares", "tiles_of_entry"]
 
 
 @gluon_jit(do_not_specialize=_NOT_SPECIALIZED)
 def latent_kernel(
     q_ptr, latent, rotary, queries, lens_ptr, table_ptr, stride_table, num_pages, scratch_ptr, lse_at, scale, B,
-    capacity, groups, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr, PAGE: gl.constexpr,
+    capacity, shares, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr, PAGE: gl.constexpr,
 ):
     """Store the parts of o and lse in scratch memory, numbered as in ``kernel_split``.
 
@@ -301,8 +301,8 @@ def latent_kernel(
         gl.allocate_shared_memory(gl.float32, [NUM_VECTORS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     bars = _barriers()
-    work = first_part(lens_ptr, B, capacity, groups, tiles_of_entry, BP)
-    call = q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity, groups
+    work = first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP)
+    call = q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity, shares
     gl.warp_specialize(
         [
             (load_partition, (call, (latent, rotary, queries), memory, bars, work, TQ, GROUP, PAGE)),

@@ -3,12 +3,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS, BLOCK, BUFFERS = gl.constexpr(64), gl.constexpr(32), gl.constexpr(4)
-LATENT, ROTARY, HALF = gl.constexpr(512), gl.constexpr(64), gl.constexpr(256)
-UNIT = gl.constexpr(64)  # keys of a pair of blocks
+from tdkernels.ops.attention.flash_decode.config import LATENT_BLOCK, LATENT_DV, LATENT_ROWS
+
+ROWS, BLOCK, BUFFERS = gl.constexpr(LATENT_ROWS), gl.constexpr(LATENT_BLOCK), gl.constexpr(4)
+LATENT, ROTARY, HALF = gl.constexpr(LATENT_DV), gl.constexpr(64), gl.constexpr(256)
+UNIT = gl.constexpr(2 * LATENT_BLOCK)  # keys of a pair of blocks
 PAIRS = gl.constexpr(2)  # of buffers
 CONSUMER_REGISTERS = gl.constexpr(240)  # per thread of a warp group; the loading warps keep the rest
-LAZY = gl.constexpr(8.0)
+LAZY = gl.constexpr(8.0)  # log2 of the largest weight: maxima change only beyond it
 
 # Barriers, by index. Those of the buffers come first: BUFFERS of each kind.
 KEYS_A, KEYS_B, FREE_A, FREE_B = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(12)
@@ -37,7 +39,10 @@ def output_layout():
 
 @gluon.constexpr_function
 def _rescale_code(count):
-    """Return PTX that multiplies ``count`` elements by the two factors of a thread, unless all are 1."""
+    """Return PTX that multiplies ``count`` elements by the two factors of a thread, unless all are 1.
+
+    Of the elements of a thread, 0 and 1 are in one row, 2 and 3 in another, and so on. So factors 0 and 2 decide.
+    """
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
         "{ .reg .pred one, all; "
@@ -48,6 +53,7 @@ def _rescale_code(count):
 
 @gluon.constexpr_function
 def _rescale_operands(count):
+    """Return the constraints of ``_rescale_code``: outputs, the elements in the same registers, factors."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 

@@ -23,6 +23,12 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     UNIT,
 )
 
+# Tuples that all partitions use:
+#
+#     call      q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity, shares
+#     memory    queries left and right, keys left, right and rotary, weights of both warp groups, vectors
+#     work      entry, block of query rows, first unit of the entry, first unit and end of the program, share
+
 # ---- the sequence of work ----
 
 
@@ -35,6 +41,7 @@ def length_of(lens_ptr, entry, capacity):
 
 @gluon.jit
 def num_units(length):
+    """Return the number of units of a sequence, at least 1."""
     return gl.maximum((length + UNIT - 1) // UNIT, 1)
 
 
@@ -44,19 +51,19 @@ def _plus(a, b):
 
 
 @gluon.jit
-def first_part(lens_ptr, B, capacity, groups, tiles_of_entry, BP: gl.constexpr):
-    """Return (entry, row block, first unit of the entry, begin and end of the units, group) of this program."""
+def first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP: gl.constexpr):
+    """Return (entry, row block, first unit of the entry, begin and end of the units, share) of this program."""
     entries = gl.arange(0, BP, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lengths = gl.load(lens_ptr + entries, mask=entries < B, other=0)
     lengths = gl.minimum(gl.maximum(lengths, 0), capacity).to(gl.int32)
     ends = gl.associative_scan(gl.where(entries < B, num_units(lengths), 0), 0, _plus)
     work = gl.max(ends, 0)
-    share = (work + groups - 1) // groups
-    group = gl.program_id(0) // tiles_of_entry
-    begin = gl.minimum(group * share, work)
+    units_per_share = (work + shares - 1) // shares
+    share = gl.program_id(0) // tiles_of_entry
+    begin = gl.minimum(share * units_per_share, work)
     entry = gl.sum(gl.where((ends <= begin) & (entries < B), 1, 0), 0)
     first = gl.max(gl.where(ends <= begin, ends, 0), 0)
-    return entry, gl.program_id(0) % tiles_of_entry, first, begin, gl.minimum(begin + share, work), group
+    return entry, gl.program_id(0) % tiles_of_entry, first, begin, gl.minimum(begin + units_per_share, work), share
 
 
 # ---- pages ----
@@ -72,7 +79,7 @@ def _page(table, entry, key, length, PAGE: gl.constexpr):
 
 @gluon.jit
 def is_there(call, entry, block, length, PAGE: gl.constexpr):
-    """Return whether the keys of a block have a page. Read before the scores are waited for, so the wait hides it."""
+    """Return whether the keys of a block have a page. Called before the wait for the scores, which hides the load."""
     if PAGE:
         return _page(call[2], entry, block * BLOCK, length, PAGE) >= 0
     else:
@@ -104,6 +111,7 @@ def _load_a(keys, place, barrier, k_left, k_rotary):
     """Load latent columns 0 to 255 and the rotary columns of a block of keys."""
     latent, rotary, _ = keys
     mbarrier.expect(barrier, BLOCK * (HALF + ROTARY) * 2)
+    # The descriptors have three dimensions, the buffers two.
     k_rotary = k_rotary._reinterpret(rotary.dtype, rotary.block_type.shape, rotary.layout)
     tma.async_copy_global_to_shared(rotary, [place[0], place[1], LATENT], barrier, k_rotary)
     k_left = k_left._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
@@ -135,9 +143,9 @@ def _place(call, entry, key, length, PAGE: gl.constexpr):
 @gluon.jit
 def load_partition(call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
     """Partition that loads queries and keys."""
-    q_ptr, lens_ptr, _, _, _, _, B, capacity, groups = call
+    q_ptr, lens_ptr, _, _, _, _, B, capacity, shares = call
     q_left, q_right, k_left, k_right, k_rotary, _, _ = memory
-    entry, block_r, first, pos, end, group = work
+    entry, block_r, first, pos, end, share = work
     turn = 0  # pairs of blocks so far
     part = 0  # parts so far
     while pos < end:

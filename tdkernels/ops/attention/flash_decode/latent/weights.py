@@ -108,9 +108,9 @@ def weights_of(scores, scale, top, maximum, dtype: gl.constexpr):
 @gluon.jit
 def publish(memory, bars, turn, weights, factors, maximum, ODD: gl.constexpr):
     """Pass the weights of this warp group to the other one."""
-    weights_of, vectors = memory[5], memory[6]
+    shared_weights, vectors = memory[5], memory[6]
     mbarrier.wait(bars.index(TAKEN + ODD), (turn & 1) ^ 1)
-    weights_of.index(ODD).store(weights)
+    shared_weights.index(ODD).store(weights)
     vectors.index(FACTOR + ODD).store(factors)
     vectors.index(MAXIMUM + ODD).store(maximum)
     mbarrier.arrive(bars.index(READY + ODD), count=1)
@@ -119,9 +119,9 @@ def publish(memory, bars, turn, weights, factors, maximum, ODD: gl.constexpr):
 @gluon.jit
 def take(memory, bars, turn, OF: gl.constexpr):
     """Wait for the weights of the other warp group. Return (weights as an operand, factors of the output, maxima)."""
-    weights_of, vectors = memory[5], memory[6]
+    shared_weights, vectors = memory[5], memory[6]
     mbarrier.wait(bars.index(READY + OF), turn & 1)
-    weights = weights_of.index(OF).load(gl.DotOperandLayout(0, output_layout(), 2))
+    weights = shared_weights.index(OF).load(gl.DotOperandLayout(0, output_layout(), 2))
     factors = vectors.index(FACTOR + OF).load(gl.SliceLayout(1, output_layout()))
     maximum = vectors.index(MAXIMUM + OF).load(gl.SliceLayout(1, scores_layout()))
     mbarrier.arrive(bars.index(TAKEN + OF), count=1)
@@ -130,6 +130,7 @@ def take(memory, bars, turn, OF: gl.constexpr):
 
 @gluon.jit
 def as_operand(weights):
+    """Return weights of this warp group in the layout of an operand."""
     return gl.convert_layout(weights, gl.DotOperandLayout(0, output_layout(), 2))
 
 
