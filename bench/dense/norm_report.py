@@ -7,9 +7,9 @@ _INTRO = """## GEMM, all-reduce, residual addition and norm
 
 Microseconds of `gemm_ar_rms_norm` in bf16. **torch**: torch's GEMM, NCCL's all-reduce, an addition and torch's norm.
 **compiled**: the addition and the norm in one kernel of torch.compile. **fused** is one kernel with the heuristic
-config of that revision, or with 8 warps; later the heuristic has 8 warps for 4096 < N <= 8192. **separate**: torch's GEMM, then the kernel of `all_reduce_rms_norm`. "Alone" is without the
-addition and the norm. **x torch** divides the faster of both torch columns by "fused". Rows are written by
-`python -m bench.dense.norm`.
+config of that revision, or with 8 warps; later the heuristic has 8 warps for 4096 < N <= 8192. **separate**: torch's
+GEMM, then the kernel of `all_reduce_rms_norm`. "Alone" is without the addition and the norm. **x torch** divides the
+faster of both torch columns by "fused". Rows are written by `python -m bench.dense.norm`.
 """
 _TORCH, _COMPILED, _FUSED = "torch", "torch compiled", "fused"  # names of bench.dense.norm, which imports the report
 _METHODS = {

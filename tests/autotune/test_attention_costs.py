@@ -146,6 +146,18 @@ def test_decode_on_other_gpus_is_not_split(monkeypatch):
             assert {config.method for config in op.space(problem, GPU)} == {"fused"}
 
 
+def test_calls_that_cannot_be_split():
+    """Several ranks with several query tokens run "fused", whatever the config says."""
+    op = tunable("flash_decode")
+    for ranks, queries, default in ((2, 1, "split"), (2, 2, "fused"), (1, 2, "split")):
+        problem = problem_of("flash_decode", ranks, "dense latent", (8, queries, 128, 1, 576, 512, 4096))
+        assert op.default(problem, GPU).method == default
+        assert (default == "split") == any(config.method == "split" for config in op.space(problem, GPU))
+        recorded = op.recordable(problem, GPU)
+        assert recorded.method == "fused" and op.compiled(recorded) is not None
+        assert op.goes_in_graphs(problem)
+
+
 def test_estimate_of_a_split_decode():
     """Many keys take time in proportion to their number; with few keys, the second launch makes it slower."""
     op = tunable("flash_decode")
