@@ -125,6 +125,22 @@ class PagedDecoder(Decoder):
         super().__init__(config, paged=True)
 
 
+class LatentDecoder(nn.Module):
+    """flash_decode over a cache in a buffer, whose values are its first columns."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.register_buffer("cache", torch.randn(2, 8, 1, HIDDEN))
+        self.register_buffer("lens", torch.tensor([8, 5], dtype=torch.int32))
+
+    def forward(self, x):
+        q = tdkernels.all_reduce(x)  # the same on all ranks
+        values = self.cache[..., : HIDDEN // 2]
+        o, lse = tdkernels.flash_decode(q, self.cache, values, self.lens, return_lse=True, config=self.config)
+        return o.sin() * lse.unsqueeze(-1)
+
+
 class Attention(nn.Module):
     """Causal attention over a sharded sequence, with a head dimension that is padded on a GPU."""
 
@@ -324,6 +340,11 @@ ON_GPUS = [case for case in CASES if case != "TensorParallelExperts, no activati
 @pytest.mark.parametrize("case", ON_GPUS if DEVICE == "cuda" else COVERING)
 def test_fullgraph(case):
     on_ranks(2, compiled_equals_eager, *CASES[case])
+
+
+def test_caches_in_buffers():
+    config = tdkernels.FlashDecodeConfig(method="split", block_n=16, num_warps=1, num_stages=1)
+    on_ranks(2, compiled_equals_eager, LatentDecoder, config)
 
 
 @pytest.mark.parametrize("checks", [opcheck_dense, opcheck_attention, opcheck_experts])

@@ -91,7 +91,12 @@ def _peers(group):
 
 
 def _same_address(k_cache, v_cache):
-    """Return whether both caches start at the same address, so that one may be a view of the other."""
+    """Return whether both caches start at the same address, so that one may be a view of the other.
+
+    torch.compile cannot trace addresses, and looks up no call.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return type(k_cache) is type(v_cache) is torch.Tensor and k_cache.data_ptr() == v_cache.data_ptr()
 
 
