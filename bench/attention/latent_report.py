@@ -2,7 +2,7 @@
 
 from bench.attention.latent_methods import FUSED, SELECTED, SPLIT, WIDE
 from bench.report import tables
-from bench.report.cells import factor, markdown, share, short_revision
+from bench.report.cells import factor, share, us
 
 _INTRO = """## Decoding with latent caches (MLA)
 
@@ -24,9 +24,8 @@ _METHODS = {"split": SPLIT, "fused": FUSED, "fused, 64 rows": WIDE, "selected": 
 
 def text(rows):
     """Return the section for rows of ``bench.attention.latent.rows``, or "" if there are none."""
-    found = tables.newest(rows, _place, lambda row: (row["heads"], row["keys"], row["batch"], row["queries"]))
-    parts = [_table(place, found[place]) for place in sorted(found)]
-    return "\n".join([_INTRO, *parts]) if parts else ""
+    problem = lambda row: (row["heads"], row["keys"], row["batch"], row["queries"])  # noqa: E731
+    return tables.sections(_INTRO, rows, _place, problem, _table)
 
 
 def _place(row):
@@ -36,19 +35,15 @@ def _place(row):
 def _table(place, runs):
     """Return the table of runs {(heads, keys, batch, queries): {method: row}} on one machine."""
     gpu, ranks, page, graph = place
-    some = [next(iter(run.values())) for run in runs.values()]
-    revisions = ", ".join(sorted({short_revision(row["git"]) for row in some}))
-    newest = max(some, key=lambda row: row["date"])
     cache = f"pages of {page} keys" if page else "dense caches"
-    title = f"### flash_decode, latent, {cache}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
-    head = f"{newest['date'][:10]}, revision {revisions}; torch {newest['torch']}, triton {newest['triton']}."
+    title = f"flash_decode, latent, {cache}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
     # On several ranks there is no floor and no method with 64 rows.
     measured = {method for run in runs.values() for method in run if tables.ms(run, method)}
     methods = {name: method for name, method in _METHODS.items() if method in measured}
-    floors = {"floor": _floor} if any(row["floor_ms"] for row in some) else {}
+    floors = {"floor": lambda run: us(_floor(run))} if any(_floor(run) for run in runs.values()) else {}
     shares = {"share of floor": lambda run: share(_of_split(run, "share"))} if floors else {}
     columns = {
-        **floors, **{name: lambda run, method=method: _us(tables.ms(run, method)) for name, method in methods.items()},
+        **floors, **{name: lambda run, method=method: us(tables.ms(run, method)) for name, method in methods.items()},
         "x fused": lambda run: factor(_over_fused(run)),
         "TFLOP/s": lambda run: _whole(_of_split(run, "tflops")), "GB/s": lambda run: _whole(_of_split(run, "gbps")),
         **shares,
@@ -57,11 +52,11 @@ def _table(place, runs):
     for heads, keys, batch, queries in sorted(runs):
         run = runs[heads, keys, batch, queries]
         lines.append([f"{batch}x{heads}x{keys}", str(queries), *(cell(run) for cell in columns.values())])
-    return f"{title}\n\n{head}\n\n{markdown(lines)}"
+    return tables.captioned(title, runs, "triton", lines)
 
 
 def _floor(run):
-    return _us(next(iter(run.values()))["floor_ms"])
+    return next(iter(run.values()))["floor_ms"]
 
 
 def _of_split(run, field):
@@ -73,9 +68,6 @@ def _over_fused(run):
     split, fused = tables.ms(run, SPLIT), tables.ms(run, FUSED)
     return fused / split if split and fused else None
 
-
-def _us(ms):
-    return f"{ms * 1e3:.1f}" if ms else "–"
 
 
 def _whole(value):

@@ -2,7 +2,7 @@
 
 from bench.collectives.norm import ALONE, BASELINE
 from bench.report import tables
-from bench.report.cells import factor, markdown, short_revision
+from bench.report.cells import factor, us
 
 _INTRO = """## All-reduce with residual addition and norm
 
@@ -20,9 +20,7 @@ _METHODS = {
 
 def text(rows):
     """Return the section for rows of ``norm.rows``, or "" if there are none."""
-    found = tables.newest(rows, _place, lambda row: (row["hidden"], row["rows"]))
-    parts = [_table(place, found[place]) for place in sorted(found)]
-    return "\n".join([_INTRO, *parts]) if parts else ""
+    return tables.sections(_INTRO, rows, _place, lambda row: (row["hidden"], row["rows"]), _table)
 
 
 def _place(row):
@@ -31,16 +29,10 @@ def _place(row):
 
 def _table(place, runs):
     gpu, ranks, operator, graph = place
-    row = next(iter(runs[max(runs)].values()))
-    title = f"### {operator}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
-    head = f"{row['date'][:10]}, revision {short_revision(row['git'])}; torch {row['torch']}, NCCL {row['nccl']}."
+    title = f"{operator}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
     lines = [["rows x hidden", *_METHODS, "x unfused"], ["---"] + ["---:"] * (len(_METHODS) + 1)]
     for hidden, count in sorted(runs):
         run = runs[hidden, count]
-        times = [_us(run.get(method)) for method in _METHODS.values()]
+        times = [us(tables.ms(run, method)) for method in _METHODS.values()]
         lines.append([f"{count} x {hidden}", *times, factor(run.get("tdkernels", {}).get("speedup"))])
-    return f"{title}\n\n{head}\n\n{markdown(lines)}"
-
-
-def _us(row):
-    return f"{row['ms'] * 1e3:.1f}" if row and row["ms"] else "–"
+    return tables.captioned(title, runs, "NCCL", lines)

@@ -1,7 +1,7 @@
 """Report section of gemm_ar_rms_norm."""
 
 from bench.report import tables
-from bench.report.cells import factor, markdown, short_revision
+from bench.report.cells import factor, us
 
 _INTRO = """## GEMM, all-reduce, residual addition and norm
 
@@ -21,9 +21,7 @@ _METHODS = {
 
 def text(rows):
     """Return the section for rows of ``bench.dense.norm.rows``, or "" if there are none."""
-    found = tables.newest(rows, _place, lambda row: (row["n"], row["k"], row["m"]))
-    parts = [_table(place, found[place]) for place in sorted(found)]
-    return "\n".join([_INTRO, *parts]) if parts else ""
+    return tables.sections(_INTRO, rows, _place, lambda row: (row["n"], row["k"], row["m"]), _table)
 
 
 def _place(row):
@@ -32,18 +30,14 @@ def _place(row):
 
 def _table(place, runs):
     gpu, ranks, operator, graph = place
-    some = [next(iter(run.values())) for run in runs.values()]
-    revisions = ", ".join(sorted({short_revision(row["git"]) for row in some}))
-    newest = max(some, key=lambda row: row["date"])
-    title = f"### {operator}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
-    head = f"{newest['date'][:10]}, revision {revisions}; torch {newest['torch']}, NCCL {newest['nccl']}."
+    title = f"{operator}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
     lines = [["M x N x K", "layer", *_METHODS, "x torch"], ["---"] * 2 + ["---:"] * (len(_METHODS) + 1)]
     for n, k, m in sorted(runs):
         run = runs[n, k, m]
         layer = next(iter(run.values()))["name"] or "–"
-        times = [_us(tables.ms(run, method)) for method in _METHODS.values()]
+        times = [us(tables.ms(run, method)) for method in _METHODS.values()]
         lines.append([f"{m}x{n}x{k}", layer, *times, factor(_ratio(run))])
-    return f"{title}\n\n{head}\n\n{markdown(lines)}"
+    return tables.captioned(title, runs, "NCCL", lines)
 
 
 def _ratio(run):
@@ -51,7 +45,3 @@ def _ratio(run):
     by_torch = [ms for method in (_TORCH, _COMPILED) if (ms := tables.ms(run, method))]
     fused = tables.ms(run, _FUSED)
     return min(by_torch) / fused if by_torch and fused else None
-
-
-def _us(ms):
-    return f"{ms * 1e3:.1f}" if ms else "–"

@@ -2,7 +2,7 @@
 
 from bench.reliability.invariance_cases import BASELINE, DEFAULT, INVARIANT, OPERATORS
 from bench.report import tables
-from bench.report.cells import markdown, short_revision
+from bench.report.cells import us
 
 _INTRO = """## Batch-invariant mode
 
@@ -22,10 +22,9 @@ Both methods ran in turns on the same inputs, and their results were compared fi
 
 def text(rows):
     """Return the page for rows of ``bench.reliability.invariance.rows``, or "" if there are none."""
-    found = tables.newest(rows, _place, lambda row: (OPERATORS.index(row["op"]), row["op"], row["shape"], row["name"]))
+    problem = lambda row: (OPERATORS.index(row["op"]), row["op"], row["shape"], row["name"])  # noqa: E731
     # Times in CUDA graphs come first, because decoding runs in graphs.
-    parts = [_table(place, found[place]) for place in sorted(found, key=lambda place: (*place[:2], not place[2]))]
-    return "\n".join([_INTRO, *parts]) if parts else ""
+    return tables.sections(_INTRO, rows, _place, problem, _table, order=lambda place: (*place[:2], not place[2]))
 
 
 def _place(row):
@@ -35,24 +34,17 @@ def _place(row):
 def _table(place, runs):
     """Return the table of runs {problem: {method: row}} on one machine."""
     gpu, ranks, graph = place
-    some = [next(iter(run.values())) for run in runs.values()]
-    revisions = ", ".join(sorted({short_revision(row["git"]) for row in some}))
-    newest = max(some, key=lambda row: row["date"])
-    title = f"### {'In CUDA graphs' if graph else 'Eager'}, {ranks} x {gpu}"
-    head = f"{newest['date'][:10]}, revision {revisions}; torch {newest['torch']}, triton {newest['triton']}."
+    title = f"{'In CUDA graphs' if graph else 'Eager'}, {ranks} x {gpu}"
     columns = {"default": DEFAULT, "invariant": INVARIANT}
     unfused = {"unfused": BASELINE} if any(tables.ms(run, BASELINE) for run in runs.values()) else {}
     lines = [["operator", "shape", "", *columns, "ratio", *unfused]]
     lines.append(["---"] * 3 + ["---:"] * (len(lines[0]) - 3))
     for problem in sorted(runs, key=lambda problem: problem[0]):  # cases of an operator stay in their order
         (_, operator, shape, name), run = problem, runs[problem]
-        times, others = ([_us(tables.ms(run, method)) for method in group.values()] for group in (columns, unfused))
+        times, others = ([us(tables.ms(run, method)) for method in group.values()] for group in (columns, unfused))
         lines.append([f"`{operator}`", shape, name, *times, _ratio(run), *others])
-    return f"{title}\n\n{head}\n\n{markdown(lines)}"
+    return tables.captioned(title, runs, "triton", lines)
 
-
-def _us(ms):
-    return f"{ms * 1e3:.1f}" if ms else "–"
 
 
 def _ratio(run):

@@ -13,6 +13,11 @@ def ms(value):
     return "–" if value is None else f"{value:.{3 if value >= 0.1 else 4}f}"
 
 
+def us(value):
+    """Show a time in ms as microseconds."""
+    return f"{value * 1e3:.1f}" if value else "–"
+
+
 def share(value):
     """Show an efficiency."""
     return "–" if value is None else f"{value:.2f}"

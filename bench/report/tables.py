@@ -53,6 +53,33 @@ def table(title, what, runs, first, methods, more):
     return _head(title, what, some) + "\n" + markdown(lines)
 
 
+def sections(intro, rows, place_of, problem_of, table_of, order=None):
+    """Return an introduction and one table per place, or "" if there are no rows.
+
+    Args:
+        intro: text before the tables.
+        rows: rows of all runs.
+        place_of, problem_of: functions of a row, as for ``newest``.
+        table_of: function of (place, {problem: {method: row}}) that returns a table.
+        order: sort key of the places, or None for their own order.
+    """
+    found = newest(rows, place_of, problem_of)
+    parts = [table_of(place, found[place]) for place in sorted(found, key=order)]
+    return "\n".join([intro, *parts]) if parts else ""
+
+
+def captioned(title, runs, library, lines):
+    """Return a heading, the date, revisions and versions of runs {problem: {method: row}}, and a table.
+
+    ``library``: "NCCL" or "triton", named after torch.
+    """
+    some = [next(iter(run.values())) for run in runs.values()]
+    revisions = ", ".join(sorted({short_revision(row["git"]) for row in some}))
+    row = max(some, key=lambda row: row["date"])
+    what = f"{row['date'][:10]}, revision {revisions}; torch {row['torch']}, {library} {row[library.lower()]}."
+    return f"### {title}\n\n{what}\n\n{markdown(lines)}"
+
+
 def _head(title, what, rows):
     dates = sorted({row["date"][:10] for row in rows})
     rates = [row["link_gbps"] for row in rows if row["link_gbps"]]
