@@ -193,6 +193,14 @@ def layout_of(paged: bool, value_is_key: bool, fp8: bool) -> str:
     ))
 
 
+def can_split(queries: int, ranks: int, nodes: int) -> bool:
+    """Return whether calls can run method "split".
+
+    Its kernels do not exchange lengths, which calls of several ranks need with several query tokens.
+    """
+    return ranks == 1 or (queries == 1 and nodes == 1)
+
+
 def has_latent_kernel(shape: DecodeShape, device: "torch.device") -> bool:
     """Return whether the sizes of a call fit the kernel for latent caches on Hopper.
 

@@ -18,6 +18,7 @@ from tdkernels.ops.attention.flash_decode.config import (
     LATENT_DV,
     LATENT_ROWS,
     DecodeShape,
+    can_split,
     has_latent_kernel,
     num_programs,
 )
@@ -63,14 +64,13 @@ class _Parts(NamedTuple):
 def supports(q: torch.Tensor, window: int | None, group: "dist.ProcessGroup | None") -> bool:
     """Return whether a call can use method "split", with q [B, Tq, Hq, D]. The result is the same on all ranks.
 
-    Its kernels do not exchange lengths, which calls of several ranks need with several query tokens, and do not skip
-    keys before a window.
+    Its kernels do not skip keys before a window. For the other limits see ``can_split``.
     """
     if not q.numel() or window is not None:
         return False
     if group is None or group.size() == 1:
         return True
-    return q.shape[1] == 1 and group_state(group).topology.num_nodes == 1
+    return can_split(q.shape[1], group.size(), group_state(group).topology.num_nodes)
 
 
 @functools.cache

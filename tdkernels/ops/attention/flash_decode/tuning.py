@@ -25,6 +25,7 @@ from tdkernels.ops.attention.flash_decode.config import (
     LATENT_ROWS,
     DecodeShape,
     FlashDecodeConfig,
+    can_split,
     default_config,
     fused_config,
     has_latent_kernel,
@@ -85,8 +86,7 @@ def _page_of(problem):
 
 
 def _can_split(problem):
-    """Return whether calls of a problem can run method "split", as ``launch_split.supports``."""
-    return problem.world_size == 1 or (problem.shape[1] == 1 and problem.num_nodes == 1)
+    return can_split(problem.shape[1], problem.world_size, problem.num_nodes)
 
 
 class FlashDecodeTunable(ConfigTunable):
