@@ -5,6 +5,7 @@ import datetime
 import sys
 import time
 
+from bench.core import progress
 from tdkernels.cli.output import console
 from tdkernels.launch import RankError
 
@@ -21,6 +22,7 @@ def measure_all(pool, cases, rows_of, common, keep, summary, deadline=None):
         summary: function of the rows of a case that returns one line.
         deadline: value of time.monotonic() after which no further case is started, or None.
     """
+    cases = progress.left(cases)
     rows, failures = [], []
     for number, case in enumerate(cases):
         if deadline is not None and time.monotonic() > deadline:
@@ -41,6 +43,7 @@ def measure_all(pool, cases, rows_of, common, keep, summary, deadline=None):
         rows += new
         if keep is not None:
             keep(new)
+            progress.add(case)
         print(f"{case}: {summary(new)}", flush=True)
     return rows, failures
 

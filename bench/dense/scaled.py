@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
 import tdkernels
-from bench.core import graphs, harness
+from bench.core import graphs, harness, progress
 from bench.core.row_files import append
 from bench.run import revision
 from tdkernels.autotune.hardware import hardware
@@ -283,7 +283,7 @@ def main():
         machine = pool.run(harness.machine)[0]
         if options.solo:
             pool.run(enter_solo_mode, options.solo, options.link and options.link * 1e9)
-        for case in _cases(options, ranks, device):
+        for case in progress.left(_cases(options, ranks, device)):
             if options.seconds and time.monotonic() - begun > options.seconds:
                 print(f"time limit reached before {case}")
                 break
@@ -298,6 +298,7 @@ def main():
             print(_line(case, rows), flush=True)
             if device == "cuda":
                 append([{**row, **machine, **stamp} for row in rows], options.out, "scaled")
+                progress.add(case)
     if device == "cpu":
         print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
 

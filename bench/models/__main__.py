@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from bench.core import harness
+from bench.core import harness, progress
 from bench.core.row_files import append
 from bench.models import measure
 from bench.models.cases import FRAMEWORKS, PHASES, cases
@@ -143,7 +143,7 @@ class Job:
 
     def run(self, chosen):
         """Measure the cases of a framework on ranks of its own. If the ranks are lost, start new ones."""
-        left = list(chosen)
+        left = progress.left(chosen)
         try:
             while left and not self._is_late(left):
                 self._measure_all(left)
@@ -178,6 +178,7 @@ class Job:
         rows = [{**row, **stamp} for row in rows]
         if self.folder is not None:
             append(rows, self.folder, "models")
+            progress.add(case)
         self.rows += len(rows)
         print(f"{case} ({time.monotonic() - began:.0f} s)", flush=True)
         for row in rows:

@@ -22,6 +22,7 @@ from tests.support.ranks import ASKED, DEVICE, device, on_ranks
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs GPUs")
 
 REPEATS = 12
+RANKS = [2, 3, 4, 8]
 BF16 = torch.bfloat16
 
 
@@ -172,15 +173,16 @@ COLLECTIVES = [
 ]
 
 
-# 1 KiB to 96 MiB, all divisible by 2, 3 and 4 ranks. The shards of the second size are not aligned.
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+# 1 KiB to 96 MiB, all divisible by 2, 3 and 4 ranks. The shards of the second size are not aligned. It is doubled for 8
+# ranks.
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("elements", [768, 12 * 4097, 3 << 18, 3 << 24])
 @pytest.mark.parametrize("operator, exchange", COLLECTIVES)
 def test_collective(world_size, operator, exchange, elements):
-    on_ranks(world_size, collective_is_exact, operator, exchange, elements)
+    on_ranks(world_size, collective_is_exact, operator, exchange, elements * (1 + (elements % world_size > 0)))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("elements", [768, 3 << 18])
 @pytest.mark.parametrize("operator, exchange", COLLECTIVES)
 def test_back_to_back_collectives(world_size, operator, exchange, elements):
@@ -207,7 +209,7 @@ def norm_is_exact(operator, exchange, rows, hidden):
         torch.testing.assert_close(y.float(), exact, rtol=2.0**-8, atol=2.0**-16)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("rows, hidden", [(1, 8192), (64, 16384), (301, 1001), (2048, 4096)])
 @pytest.mark.parametrize("exchange", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("operator", ["all_reduce_rms_norm", "all_reduce_layer_norm"])
@@ -217,7 +219,7 @@ def test_norm(world_size, operator, exchange, rows, hidden):
 
 # Partials of gemm_rs and gemm_ar are sent in bf16, which represents integers up to 256 exactly. With K / W of 2048 this
 # is 5.6 standard deviations; a larger partial would fail on every rank in every run.
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("transport", ["push", "copy_engine", "parts"])
 @pytest.mark.parametrize("shape", [(1024, 1024, 4096), (2048, 512, 16384), (777, 520, 1032)], ids=str)
 def test_ag_gemm(world_size, transport, shape):
@@ -228,7 +230,7 @@ def test_ag_gemm(world_size, transport, shape):
 SMALL_M = pytest.mark.parametrize("rows, n, k", [(1, 16384, 2048), (32, 8192, 1024), (97, 520, 1032)], ids=str)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("exact", [ag_gemm_is_exact, gemm_rs_is_exact])
 @SMALL_M
 def test_small_m(world_size, exact, rows, n, k):
@@ -236,7 +238,7 @@ def test_small_m(world_size, exact, rows, n, k):
     on_ranks(world_size, exact, rows, *((k, n) if exact is ag_gemm_is_exact else (n, k)), "one_shot")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("transport", ["forward", "direct", "parts"])
 @pytest.mark.parametrize("shape", [(1024, 4096, 1024), (2048, 16384, 512), (777, 520, 1032)], ids=str)
 def test_gemm_rs(world_size, transport, shape):
@@ -244,7 +246,7 @@ def test_gemm_rs(world_size, transport, shape):
 
 
 # 777 rows are divisible by 3 ranks only. one_shot is meant for small M and large N.
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize(
     "exchange, shape",
     [

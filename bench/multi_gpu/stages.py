@@ -1,0 +1,167 @@
+"""The stages of a run on several GPUs. Each consists of programs that run at the same time, on GPUs of their own.
+
+The programs of a stage share its time limit. Later stages use the configs that earlier ones tuned.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+_MODELS = "--model", "llama-3.1-70b", "--model", "llama-3.1-8b"
+_SIZES = ((4096, 12288), (4096, 14336), (3584, 14336), (4608, 36864), (8192, 28672), (8192, 30720))
+_START_S = 15.0  # that a program needs before its first case and after its last
+_WIRE_GBPS = "390"  # the most that a pair of H200 reached in each direction
+
+
+@dataclass(frozen=True)
+class Program:
+    """One process.
+
+    Attributes:
+        name: The name of its log.
+        arguments: The arguments of the Python interpreter.
+        gpus: The GPUs that it sees, or None for all.
+        environment: Further environment variables.
+        limited: Whether it takes ``--seconds``.
+        out: Whether it takes ``--out``.
+    """
+
+    name: str
+    arguments: tuple
+    gpus: tuple | None = None
+    environment: dict = field(default_factory=dict)
+    limited: bool = True
+    out: bool = True
+
+    def command(self, folder, seconds):
+        """Return the command line for an output folder and the time limit of the stage."""
+        limit = ("--seconds", f"{max(seconds - _START_S, 1.0):g}") if self.limited else ()
+        out = ("--out", str(folder)) if self.out else ()
+        return [sys.executable, *self.arguments, *limit, *out]
+
+    def variables(self):
+        """Return the environment of the process."""
+        visible = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        return {**os.environ, **visible, **self.environment}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Programs that run at the same time.
+
+    Attributes:
+        name: The name, which ``--stages`` selects.
+        seconds: The time after which the programs are killed. Nothing is started if less is left.
+        programs: The programs.
+    """
+
+    name: str
+    seconds: float
+    programs: tuple
+
+
+def stages(gpus):
+    """Return the stages for a machine, in the order in which they run."""
+    return [*_dense(gpus), *_models(), *_scaled(gpus), *_norms(gpus), *_faults(gpus), *_others(gpus)]
+
+
+def _module(name, *arguments, **fields):
+    return Program(fields.pop("log", name.rpartition(".")[2]), ("-m", name, *arguments), **fields)
+
+
+def _tdkernels(*arguments, **fields):
+    return Program(fields.pop("log", "-".join(arguments[:2])), ("-m", "tdkernels", *arguments), **fields)
+
+
+def _groups(gpus, size):
+    """Return the GPUs in groups of a size."""
+    return [tuple(range(first, first + size)) for first in range(0, gpus - size + 1, size)]
+
+
+def _dense(gpus):
+    """Return the stages of issue "dense": tuning, measurements, and the predictions of solo mode."""
+    both = [f"--shape={8192}x{n}x{k}" for n, k in _SIZES]
+    tune = {"limited": False, "out": False}
+    yield Stage("tune-models", 240, (_tdkernels("tune", *_MODELS, "--tokens", "8192,2048,64", log="tune", **tune),))
+    yield Stage("tune-ag", 70, (_tdkernels("tune", "ag_gemm", *both, **tune),))
+    yield Stage("tune-rs", 70, (_tdkernels("tune", "gemm_rs", *both, **tune),))
+    for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        shapes = "--shapes", "llama-70b,llama-8b" + ",seed" * (operator != "gemm_ar"), "--rounds", "5", "--cuda-graph"
+        yield Stage(f"bench-{operator}", 80, (_tdkernels("bench", operator, *shapes, "--backward"),))
+    yield Stage("solo", 90, tuple(_solo(gpus)))
+
+
+def _solo(gpus):
+    """Yield one program per GPU: the models' layers as one of all ranks and with a modelled link."""
+    shapes = {"ag_gemm": [(57344, 8192), (10240, 8192), (28672, 4096), (6144, 4096)],
+              "gemm_rs": [(8192, 28672), (8192, 8192), (4096, 14336), (4096, 4096)]}
+    problems = [(operator, f"8192x{n}x{k}") for operator, sizes in shapes.items() for n, k in sizes]
+    for gpu in range(gpus):
+        for operator, sizes in problems[gpu::gpus]:
+            yield _tdkernels(
+                "bench", operator, "--solo", str(gpus), "--link", _WIRE_GBPS, "--shapes", sizes, "--rounds", "5",
+                log=f"solo-{operator}-{sizes}", gpus=(gpu,),
+            )
+
+
+def _models():
+    for size in ("8b", "70b"):
+        yield Stage(f"model-{size}", 120, (
+            _module("bench.models", "--frameworks", "torch", "--size", size, "--sequences", "2", "--compile",
+                    "--rounds", "5", log=f"model-{size}"),
+        ))
+    yield Stage("model-transformers", 60, (
+        _module("bench.models", "--frameworks", "transformers", "--rounds", "5", log="transformers"),
+    ))
+
+
+def _scaled(gpus):
+    tune = {"limited": False, "out": False}
+    yield Stage("scaled", 90, (_module("bench.dense.scaled", "--layouts", "scaled", "scaled fast", "--configs"),))
+    yield Stage("wire", 50, (_module("bench.dense.wire", limited=False),))
+    yield Stage("tune-fp8", 60, (
+        _tdkernels("tune", *_MODELS[:2], "--tokens", "8192", "--dtype", "fp8", "--layout", "scaled", log="tune-fp8",
+                   **tune),
+    ))
+
+
+def _norms(gpus):
+    rows = ",".join(f"{rows}x8192" for rows in (1, 4, 16, 64, 128, 512))
+    sizes = dict.fromkeys([gpus, max(gpus // 2, 2)])
+    for ranks in sizes:
+        half, other = (_groups(gpus, ranks) * 2)[:2]
+        fused = _tdkernels("bench", "all_reduce_rms_norm", "--shapes", rows, "--cuda-graph", "--nproc", str(ranks),
+                           "--rounds", "5", log=f"norm-{ranks}", gpus=half)
+        product = _module("bench.dense.norm", "--rounds", "5", "--nproc", str(ranks), limited=False,
+                          log=f"gemm-norm-{ranks}", gpus=other)
+        if half == other:
+            yield Stage(f"norm-{ranks}", 45, (fused,))
+            yield Stage(f"gemm-norm-{ranks}", 60, (product,))
+        else:
+            yield Stage(f"norms-{ranks}", 60, (fused, product))
+
+
+def _others(gpus):
+    yield Stage("collectives", 60, (
+        _tdkernels("bench", "all_reduce", "all_gather", "reduce_scatter", "--cuda-graph", "--bytes",
+                   "16K,256K,4M,64M", "--rounds", "5", log="collectives"),
+    ))
+    yield Stage("dispatch", 70, (
+        _tdkernels("bench", "ep_dispatch", "ep_combine", "ep_latency", "--cuda-graph", "--tokens", "128,4096",
+                   "--rounds", "5", log="dispatch"),
+    ))
+    yield Stage("experts", 70, (_tdkernels("bench", "ep_moe", "tp_moe", "--backward", "--rounds", "3", log="experts"),))
+    yield Stage("decode", 40, (_tdkernels("bench", "flash_decode", "--cuda-graph", "--rounds", "5", log="decode"),))
+    yield Stage("attention", 50, (
+        _tdkernels("bench", "ag_attention", "--tokens", "32768,8192", "--sharding", "zigzag", "--rounds", "3",
+                   log="attention"),
+    ))
+
+
+def _faults(gpus):
+    """Return the stage of faults: the chaos campaigns, and kernels with planted races, on GPUs of their own."""
+    half = gpus // 2
+    first, second = tuple(range(half)), tuple(range(half, gpus))
+    chaos = _module("tests.chaos", "--device", "cuda", "--ranks", f"2,{half}" if half > 2 else "2", gpus=first)
+    mutants = _module("tests.sanitizer.on_gpus", "--jobs", str(max(half // 3, 1)), gpus=second, log="mutants")
+    yield Stage("faults", 130, (chaos, mutants))
