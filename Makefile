@@ -72,12 +72,14 @@ fuzz: $(READY)  ## SEEDS schedules of every variant of the operators OPS (all if
 	$(PY) -m tests.fuzz --seeds $(SEEDS) --ops "$(OPS)"
 
 # CASES=1 prints the events on each rank for one SEED. SECONDS bounds the time instead of the number of cases.
-# DEVICE=shared: ranks share one GPU. OUT: folder for the summary. CHAOS: further options, see tests/chaos.
+# DEVICE=shared: ranks share the GPUs; DEVICE=cuda: each rank has its own GPU. RANKS: the world sizes. OPS: operators, all
+# if empty. OUT: folder for the summary. CHAOS: further options, see `python -m tests.chaos --help`.
 SEED   ?= 0
 DEVICE ?= cpu
-chaos: $(READY)  ## faults in CASES calls of all operators on 2 and 3 ranks, or for SECONDS; DEVICE=cpu or shared
-	$(PY) -m tests.chaos --device $(DEVICE) --seed $(SEED) $(if $(CASES),--cases $(CASES)) \
-		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT)) $(CHAOS)
+RANKS  ?= 2,3
+chaos: $(READY)  ## faults in CASES calls of the operators OPS, or for SECONDS, on RANKS ranks; DEVICE=cpu, shared or cuda
+	$(PY) -m tests.chaos --device $(DEVICE) --ranks $(RANKS) --seed $(SEED) $(if $(CASES),--cases $(CASES)) \
+		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OPS),--ops "$(OPS)") $(if $(OUT),--out $(OUT)) $(CHAOS)
 
 # No `ruff format`: kernels are aligned by hand.
 lint: $(READY)  ## ruff, and mypy over the package

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tdkernels import PeerTimeoutError
 from tdkernels import lang as td
 from tests.chaos import campaign
+from tests.chaos.__main__ import parse
 from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
 from tests.chaos.play import BAD, Player, _names_its_call, play
 from tests.chaos.problems import TABLE
@@ -159,6 +160,69 @@ def test_errors_without_names_are_detected():
     assert _names_its_call(PeerTimeoutError("ag_gemm", 0, 1, "1", 2, 1, 1.0), 0)
     assert _names_its_call(RuntimeError("scatter: rank 1 has failed"), 0)
     assert {"WRONG", "HANG", "UNNAMED", "LATE", "SILENT", "SPURIOUS"} <= BAD
+
+
+def test_options():
+    args = parse([])
+    assert (args.device, args.ranks, args.ops) == ("cpu", (2, 3), ())
+    args = parse(["--device", "cuda", "--ranks", "4,8", "--ops", "gemm_ar,ep_moe", "--warm-up-seconds", "30"])
+    assert (args.device, args.ranks, args.ops, args.warm_up_seconds) == ("cuda", (4, 8), ("gemm_ar", "ep_moe"), 30.0)
+    assert parse(["--ops", "gemm_ar ep_moe"]).ops == args.ops
+    for ranks in ("1", "2,1", "two"):
+        with pytest.raises(SystemExit):
+            parse(["--ranks", ranks])
+
+
+def test_invalid_options_are_reported(capsys):
+    assert campaign.run_and_report(parse(["--ops", "gemm_ar,nothing"])) == 2
+    assert "chaos: unknown operators: nothing; known: ag_attention, " in capsys.readouterr().err
+    assert campaign.run_and_report(parse(["--device", "cuda", "--ranks", "4,999"])) == 2
+    assert "chaos: 999 ranks need 999 GPUs" in capsys.readouterr().err
+
+
+# Of seeds 0 to 5. They change with the number of entries of TABLE.
+FIRST_PLANS = [
+    ("kill", 3, 7, 0.5), ("known shape", 2, 6, 0.88), ("kill", 3, 6, 0.96), ("stop", 3, 4, 2.58),
+    ("known shape", 2, 5, 0.9), ("delay", 3, 8, 0.72),
+]
+
+
+def test_options_change_plans_and_defaults_do_not():
+    plans = [plan_of(seed) for seed in range(6)]
+    assert [(plan.fault, plan.world_size, plan.calls, plan.timeouts[0]) for plan in plans] == FIRST_PLANS
+    every = {operator for _, operator, _ in TABLE.values()}
+    for seed in (*range(100), *range(LATE_SEEDS, LATE_SEEDS + 20)):
+        assert plan_of(seed) == plan_of(seed, "cpu", (2, 3), every)
+        plan = plan_of(seed, "cuda", (4, 8), ("gemm_ar", "all_reduce"))
+        assert plan.world_size in (4, 8) and plan.operator in ("gemm_ar", "all_reduce") and plan.fault != "raise"
+        assert len(plan.timeouts) == plan.world_size > max(plan.faulty, plan.ahead or 0)
+        assert plan.fault != "ids", "these operators have no ids"
+    assert {plan_of(seed, "cuda", (4, 8)).world_size for seed in (*range(9), LATE_SEEDS, LATE_SEEDS + 3)} == {4, 8}
+    with pytest.raises(ValueError, match="three ranks"):
+        plan_of(LATE_SEEDS, world_sizes=(2,))
+
+
+def test_campaign_on_four_ranks(ranks, tmp_path):  # the fixture makes the ranks fork
+    played = campaign.Campaign("cpu", (4,), ("all_reduce",))
+    plans = map(played.plan, range(1000))
+    first = next(plan.seed for plan in plans if plan.fault == "none" and played.plan(plan.seed + 1).fault == "kill")
+    args = parse(["--device", "cuda", "--ranks", "4", "--seed", str(first), "--out", str(tmp_path), "--add"])
+    saved = campaign.Summary(args, played)
+    assert not played.run(first, 2, seconds=0.0)
+    played.warm_up(first, 2, jobs=1)
+    assert len(played.run(first, 2, seconds=None, save=saved.write)) == 2
+    summary = saved.write()
+    assert saved.path.name == "chaos-cuda.json" and summary["cases_by_world_size"] == {"4": 2}
+    assert not summary["bad"] and not summary["skipped"], summary
+    assert summary["calls_by_fault"]["kill, faulty rank"] == {"killed": 1}
+    total = campaign.Summary(args, played).write()  # --add
+    assert total["cases_by_world_size"] == {"4": 4} and total["revisions"] == summary["revisions"]
+
+
+def test_cases_without_kernels_are_skipped():
+    played = campaign.Campaign("cuda", (2, 4), ("all_reduce", "gemm_ar"))
+    played.warm_up(0, 20, seconds=0.0)  # too short to start a rank
+    assert not played.run(0, 20, seconds=None) and played.skipped == 20
 
 
 def test_every_operator_is_played():

@@ -13,7 +13,7 @@ from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, 
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
-from bench.reliability import invariance_report
+from bench.reliability import faults_report, invariance_report
 from bench.report import dense, headlines, plots, scaled, solo, test_record, torch_operators
 from bench.report import host as host_report
 from bench.report import rows as all_rows
@@ -96,6 +96,7 @@ def pages(rows):
                        attention_report.text(rows.sequences)]),
         "models": ("Models", [models_report.text(rows.models)]),
         "invariance": ("Batch-invariant mode", [invariance_report.text(rows.invariance)]),
+        "faults": ("Fault campaigns", [faults_report.text(rows.faults)]),
         "host": ("Host time and network primitives",
                  [host_report.text(rows.host), network_report.text(rows.network)]),
         "tuner": ("Configs that the tuner selected", [tuned_report.text(rows.tuner)]),

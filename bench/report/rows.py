@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from bench.core import points
+from bench.reliability import faults_report
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Rows:
                   sequence parallelism, network primitives, host time per call, configs that the tuner selected, test
                   runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8 operands, calls
                   inside and outside the batch-invariant mode
+    faults:       summaries of fault campaigns, as dictionaries
     """
 
     dense: tuple = ()
@@ -35,6 +37,7 @@ class Rows:
     models: tuple = ()
     scaled: tuple = ()
     invariance: tuple = ()
+    faults: tuple = ()
 
     def __bool__(self):
         return any(vars(self).values())
@@ -50,5 +53,5 @@ def read(folder):
         tuner=points.read_chosen(folder), tests=points.read_tests(folder), solo=points.read_solo(folder),
         torch_operators=points.read_torch_operators(folder),
         models=points.read_models(folder), scaled=points.read_scaled(folder),
-        invariance=points.read_invariance(folder),
+        invariance=points.read_invariance(folder), faults=faults_report.read(folder),
     )

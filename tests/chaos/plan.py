@@ -14,6 +14,7 @@ FAULTS = {
 # From this seed on, each case has a rank that is slightly later than the timeout of one peer. The host of that peer has
 # launched further calls by then, and the third rank still waits: it would read anything that the void launches store.
 LATE_SEEDS = 100_000
+WORLD_SIZES = (2, 3)
 CONTROL_TIMEOUT_S = 60.0  # without a fault no rank may time out, even on a busy machine
 
 
@@ -63,27 +64,47 @@ def _waits_for_device(name):
     return "max_tokens" not in str(changes) and operator in ("all_to_all", "ep_dispatch", "ep_moe")
 
 
-def _late_plan(seed, rng, timeout, backward):
+def names_of(operators):
+    """Return the keys of TABLE for these operators, or all keys if there are none; ValueError for an unknown one."""
+    known = {operator for _, operator, _ in TABLE.values()}
+    if unknown := set(operators) - known:
+        raise ValueError(f"unknown operators: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    return [name for name in TABLE if not operators or TABLE[name][1] in operators]
+
+
+def _late_plan(seed, rng, timeout, backward, world_sizes, names):
     """Return the plan of a seed >= LATE_SEEDS."""
-    name = rng.choice([name for name in TABLE if not _waits_for_device(name)])
-    ahead, faulty, _ = rng.sample(range(3), 3)
-    timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(3))
+    names = [name for name in names if not _waits_for_device(name)]
+    world_sizes = [world_size for world_size in world_sizes if world_size >= 3]
+    if not names or not world_sizes:
+        raise ValueError(f"seeds from {LATE_SEEDS} on need three ranks and an operator whose host can run ahead")
+    name = rng.choice(names)
+    world_size = world_sizes[0] if len(world_sizes) == 1 else rng.choice(world_sizes)
+    ahead, faulty, _ = rng.sample(range(world_size), 3)
+    timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(world_size))
     return Plan(
-        seed, 3, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False, timeouts,
-        faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
+        seed, world_size, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False,
+        timeouts, faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
     )
 
 
-def plan_of(seed, device="cpu"):
-    """Return the Plan of a seed; on GPUs ("shared") "raise" becomes "between", since nothing can end a kernel there."""
+def plan_of(seed, device="cpu", world_sizes=WORLD_SIZES, operators=()):
+    """Return the Plan of a seed. On GPUs "raise" becomes "between", since nothing can end a kernel there.
+
+    Args:
+        seed: of the case. The plan also depends on the other arguments.
+        device: "cpu", "shared" or "cuda".
+        world_sizes: the plan has one of these numbers of ranks.
+        operators: the plan has one of these operators; () for all.
+    """
     rng = random.Random(f"chaos {seed}")
-    fault = rng.choices(list(FAULTS), FAULTS.values())[0]
-    names = list(TABLE)
-    if fault == "ids":
-        names = [name for name in names if TABLE[name][0].has_ids()]
-    name = rng.choice(names)
+    names = names_of(operators)
+    with_ids = [name for name in names if TABLE[name][0].has_ids()]
+    frequency = {fault: count for fault, count in FAULTS.items() if with_ids or fault != "ids"}
+    fault = rng.choices(list(frequency), frequency.values())[0]
+    name = rng.choice(with_ids if fault == "ids" else names)
     operator = TABLE[name][1]
-    world_size, calls = rng.choice([2, 3]), rng.randint(4, 8)
+    world_size, calls = rng.choice(world_sizes), rng.randint(4, 8)
     shape = rng.choice([0, 0, 3])
     other = rng.choice([1, 2]) if fault == "known shape" else rng.choice([1, 2, 3 - shape])
     cold = rng.random() < 0.15 and fault not in ("none", "known shape", "new shape")
@@ -100,7 +121,7 @@ def plan_of(seed, device="cpu"):
         if _waits_for_device(name) or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
             ahead = None  # the emulated host would continue where a real one waits or has seen the error
     if seed >= LATE_SEEDS:
-        return _late_plan(seed, rng, timeout, backward)
+        return _late_plan(seed, rng, timeout, backward, world_sizes, names)
     if fault == "none":
         timeout = CONTROL_TIMEOUT_S
     # A rank that times out early must not overwrite data that the other ranks, which still wait, will read.

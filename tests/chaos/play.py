@@ -1,6 +1,7 @@
 """Run a case of the fault campaign on one rank: make the calls, inject the fault, judge the outcomes."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from tdkernels.symm.group import number_of_launches
 from tdkernels.symm.workspace import Workspace
 from tests.chaos import problems
 from tests.chaos.plan import CONTROL_TIMEOUT_S
-from tests.support.ranks import a_group, device
+from tests.support import host_collectives
+from tests.support.ranks import ASKED, a_group, device
 
 # Outcomes of a call. Those in BAD fail the campaign.
 CORRECT, INJECTED, NOT_REPORTED = "correct", "injected", "not reported"
@@ -27,6 +29,9 @@ WRONG, UNNAMED, LATE, SILENT, SPURIOUS = "WRONG", "UNNAMED", "LATE", "SILENT", "
 BAD = {WRONG, UNNAMED, LATE, SILENT, SPURIOUS, "HANG", "BROKEN"}
 NAMED = {"PeerTimeoutError", "PeerFailedError", "PlanMismatchError", "ValueError", "RuntimeError"}
 WARM_TIMEOUT_S = 120.0
+# ncclCommDestroy is collective among the ranks of a host (NCCL user guide). After a rank was killed, the others could
+# hang in it instead of returning their reports. So the groups of cases use gloo; the world of a pool keeps NCCL.
+GROUP_BACKEND = "gloo" if ASKED == "cuda" else None
 
 
 class Interrupt(Exception):
@@ -309,9 +314,21 @@ def _names_its_call(error, rank):
     return not isinstance(error, PlanMismatchError) and bool(re.search(r"rank \d", text))
 
 
+def _group():
+    """Return a context manager for the group of a case."""
+    if GROUP_BACKEND is not None:
+        _move_collectives_to_host()
+    return a_group(backend=GROUP_BACKEND)
+
+
+@functools.cache
+def _move_collectives_to_host():
+    host_collectives.install()  # gloo supports few collectives of GPU tensors
+
+
 def play(plan):
     """Run a case on this rank; return a report of plain types."""
-    with a_group() as group:
+    with _group() as group:
         player = Player(plan, group)
         try:
             player.play()
@@ -325,6 +342,7 @@ def play(plan):
             "rank": player.rank, "log": player.log, "triggered": player.triggered, "warm": player.longest_warm,
             "timeout": player.timeout, "faulty": player.is_faulty, "ahead": player.ahead, "broken": broken,
             "allowance": getattr(player, "allowance", 0.0),
+            "gpu": torch.cuda.get_device_name(device()) if device().type == "cuda" else None,
         }
         del group, player
     if device().type == "cuda":
@@ -335,7 +353,7 @@ def play(plan):
 def warm_all_shapes(name):
     """Compile the kernels of a key of ``problems.TABLE`` for every shape, on this rank."""
     tdkernels.set_timeout(4 * WARM_TIMEOUT_S)
-    with a_group() as group:
+    with _group() as group:
         for shape in range(4):
             problem = problems.make_problem(name, shape, shape, group)
             for _ in problem.steps("halves" not in name):
@@ -343,3 +361,8 @@ def warm_all_shapes(name):
             problem.check()
         del problem, group
     tdkernels.set_timeout(CONTROL_TIMEOUT_S)
+
+
+def use_device():
+    """Run a kernel of torch on this rank."""
+    torch.ones(4, device=device()).sum().item()

@@ -4,6 +4,8 @@ import contextlib
 from dataclasses import dataclass
 from importlib import import_module
 
+from tdkernels.lang import signals
+
 
 @contextlib.contextmanager
 def mutated(kernel, old, new):
@@ -36,7 +38,8 @@ class Mutant:
 
     Attributes: variant, a name of ``tests.support.variants``; module, kernel, old, new as for ``mutated``; file, which
     one of the two accesses of a race must be in; calls, their number; backward, whether each call has a backward pass.
-    A backward runs another operator, which orders accesses that would otherwise be a race.
+    A backward runs another operator, which orders accesses that would otherwise be a race; nvidia, (module, kernel,
+    old, new) of the same bug in the code for NVIDIA GPUs, if that is another branch or function.
     """
 
     variant: str
@@ -47,8 +50,10 @@ class Mutant:
     file: str
     calls: int = 2
     backward: bool = True
+    nvidia: tuple = ()
 
     def planted(self):
+        """Plant the bug in interpreted kernels; ``compiled_mutants.planted`` plants it in compiled ones."""
         return mutated(getattr(import_module(self.module), self.kernel), self.old, self.new)
 
 
@@ -92,6 +97,12 @@ _MERGE_TILE = (
     "            )\n"
 )
 
+
+def _spin_with(load):
+    """Return ``nvidia`` of a mutant that reads signals with another instruction; the function inserts a constant."""
+    return "tdkernels.lang.signals", "_spin_ptx", "_SPIN,", f"{signals._SPIN.value.replace('ld.acquire.sys', load)!r},"
+
+
 # The letters refer to the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
@@ -121,10 +132,12 @@ MUTANTS = {
     "K: a release store is relaxed": Mutant(
         "gemm_rs forward", "tdkernels.lang.memory", "store_release_if",
         'sem="release", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "staging.py",
+        nvidia=("tdkernels.lang.memory", "store_release_if", "@first st.release.", "@first st.relaxed."),
     ),
     "L: an acquire load is relaxed": Mutant(
         "gemm_ar one_shot", "tdkernels.lang.memory", "load_acquire",
         'sem="acquire", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "kernel_one_shot.py",
+        nvidia=_spin_with("ld.relaxed.sys"),
     ),
     "a release between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang.signals", "notify",
@@ -134,7 +147,7 @@ MUTANTS = {
     "an acquire between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang.signals", "wait_plan",
         "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
-        "kernel_async_all_gather.py",
+        "kernel_async_all_gather.py", nvidia=_spin_with("ld.acquire.gpu"),
     ),
     "the signal of a piece of a row is sent before the piece": Mutant(
         "all_reduce_rms_norm one_shot", "tdkernels.ops.collectives.norm.kernel", "_send_pieces",

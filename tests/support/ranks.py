@@ -52,9 +52,9 @@ def device():
 
 
 @contextlib.contextmanager
-def a_group(ranks=None):
+def a_group(ranks=None, backend=None):
     """In a rank: create a group for one test, which may break it; destroy it on exit."""
-    group = dist.new_group(ranks)
+    group = dist.new_group(ranks, backend=backend)
     try:
         yield group
     finally:
