@@ -178,19 +178,32 @@ class AsyncAllGather(AsyncCollective):
         return self.storage[:, : self.rows]
 
     def _copy_to_all(self, own):
-        rank = self.rank
         shard = self.x.view(torch.uint8).view(-1)
-        for step in range(1, self.world_size + own):
+        for slot, start, stop, peer, index, word in self._destinations:
+            if peer != self.rank:
+                self._copy(slot, shard[start:stop])
+                self._announce(peer, index, word)
+            elif own:
+                self._copy(slot, shard[start:stop])
+
+    @property
+    def _destinations(self):
+        """[(slot, first byte, last byte + 1, peer, number of the signal, signal)] of all chunks and peers in order.
+
+        The slot and the signal are memory of the peer. This rank is the last peer.
+        """
+        key = "destinations", self.slot_bytes, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
+        return self._cached(key, self._all_destinations)
+
+    def _all_destinations(self):
+        workspace, rank, found = self.workspace, self.rank, []
+        size, chunk_bytes = self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
+        first = workspace.data_offset + rank * self.slot_bytes
+        for step in range(1, self.world_size + 1):
             peer = (rank + step) % self.world_size
             for chunk in range(self.num_chunks):
-                start = chunk * self.chunk_rows * self.row_bytes
-                stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
-                self._copy(self._slot_on(peer, start, stop), shard[start:stop])
-                if peer != rank:
-                    self._announce(peer, rank * self.num_chunks + chunk)
-
-    def _slot_on(self, peer, start, stop):
-        """Return bytes ``start`` to ``stop`` of this rank's slot in the memory of a peer."""
-        workspace, first = self.workspace, self.workspace.data_offset + self.rank * self.slot_bytes
-        make = lambda: workspace.buffer.tensor(peer)[first + start : first + stop]  # noqa: E731
-        return self._cached((peer, self.slot_bytes, start, stop), make)
+                start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, size)
+                index = rank * self.num_chunks + chunk
+                slot = workspace.buffer.tensor(peer)[first + start : first + stop]
+                found.append((slot, start, stop, peer, index, workspace.signal_word(peer, index)))
+        return found

@@ -56,7 +56,7 @@ class AsyncCollective:
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
         self._stream: Any = None  # the caller's stream, set by ``begin``
-        self._last_sent: Any = None  # event on the side stream after the last copy or launch
+        self._has_sent = False  # whether the side stream has work of this call that ``_join`` has not waited for
 
     def __enter__(self):
         self.begin()
@@ -98,7 +98,9 @@ class AsyncCollective:
             enqueue()
             return
         side = side_stream(self.device)
-        side.wait_stream(self._stream)
+        queued, sent = self._events
+        queued.record(self._stream)
+        queued.wait(side)
         current = torch.cuda.current_device()
         torch.cuda.set_stream(side)  # torch.cuda.stream() would query the current stream again, which is slow
         try:
@@ -107,28 +109,39 @@ class AsyncCollective:
             torch.cuda.set_stream(self._stream)
             if current != self.device.index:  # set_stream selects the device of the stream
                 torch.cuda.set_device(current)
-        self._last_sent = side.record_event()
+        sent.record(side)
+        self._has_sent = True
+
+    @property
+    def _events(self):
+        """Events for the work of the caller so far, and for the work on the side stream.
+
+        All calls record the same two, because creating an event takes as long as recording one.
+        """
+        return self._cached("events", lambda: (torch.cuda.Event(), torch.cuda.Event()))
 
     def _join(self):
         """Make the current stream wait until this rank's data has been sent, but not for data of the peers."""
-        if self._last_sent is not None:
-            self._stream.wait_event(self._last_sent)
-            self._last_sent = None
+        if self._has_sent:
+            self._events[1].wait(self._stream)
+            self._has_sent = False
 
     def _copy(self, dst, src):
         """Copy with the copy engine; called within ``_beside``."""
         dst.copy_(src, non_blocking=True)
 
-    def _announce(self, peer, index):
+    def _announce(self, peer, index, word=None):
         """Set signal number ``index`` at a peer; called within ``_beside``.
 
         On a GPU this is a copy, because a kernel might never be scheduled next to kernels that wait for its signal.
+        ``word``: the signal there, if the caller has it.
         """
         workspace = self.workspace
         if self.device.type == "cpu":
             self._launch(notify_kernel, index, peer, self.plan, CHECK_FAILED=False)
         else:
-            word = self._cached((peer, index), lambda: workspace.signal_word(peer, index))
+            if word is None:
+                word = self._cached((peer, index), lambda: workspace.signal_word(peer, index))
             self._copy(word, self._cached("signal", workspace.signal_value))
 
     def _launch(self, kernel, *args, **constants):

@@ -117,12 +117,18 @@ class AsyncReduceScatter(AsyncCollective):
         return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _copy_to(self, owner, part, piece, offset):
-        place = owner, self.rank, part.shape, part.dtype, offset
-        self._copy(self._cached((self._slot_bytes, *place), lambda: self._slot(*place)), part)
         index = self.rank * self._pieces + piece
+        key = self._slot_bytes, owner, index, part.shape, part.dtype, offset
+        slot, word = self._cached(key, lambda: self._destination(owner, index, part, offset))
+        self._copy(slot, part)
         if self._passes_on:
             # The kernel checks for a failure. It may have to wait for an SM, but no running kernel waits for this
             # signal.
             self._launch(notify_kernel, index, owner, self.plan, CHECK_FAILED=True)
         else:
-            self._announce(owner, index)
+            self._announce(owner, index, word)
+
+    def _destination(self, owner, index, part, offset):
+        """Return the slot for a chunk of a part, and its signal, in the memory of the owner."""
+        slot = self._slot(owner, self.rank, part.shape, part.dtype, offset)
+        return slot, self.workspace.signal_word(owner, index)

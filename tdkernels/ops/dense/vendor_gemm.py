@@ -20,6 +20,11 @@ def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
     return [(first, min(size, rows - first)) for first in range(0, rows, size)]
 
 
+def rows_of(matrix: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return ``count`` rows of a matrix; the matrix itself if these are all, which saves the host a slice."""
+    return matrix if count == matrix.shape[0] else matrix[first : first + count]
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """Compute out = x @ weight.T + bias for 2-D operands."""
     if bias is None:
@@ -34,9 +39,7 @@ def product_of(
     """Return x @ weight.T. For scaled operands, x are the rows of the scaled x from ``first_row`` on."""
     if scales is not None:
         return scaled_linear(x, weight, None, scales.of_rows(first_row, x.shape[0]))
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    product(x, weight, None, out)
-    return out
+    return torch.mm(x, weight.t())
 
 
 def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float | None = None) -> bool:

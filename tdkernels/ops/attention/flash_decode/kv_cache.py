@@ -10,9 +10,14 @@ from typing import NamedTuple
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.attention.tile import accumulate
+from tdkernels.ops.common.gemm_tile import add_product
 
 # Formats of a cache: not fp8; e4m3 (as uint8) converted by the GPU; e4m3 (as uint8) converted with integer operations.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# Columns of fp32 operands that are multiplied in one chain of additions, see ``_add_scores_in_chains``.
+_CHAIN = tl.constexpr(128)
 
 # Convert a pair of columns of two keys to fp16: one register with the even column of both keys, one with the odd one.
 # Tensor cores need the same column of two keys in one register. The instruction that loads operands from shared memory
@@ -181,12 +186,31 @@ def query_columns(q, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @td.jit
+def _add_scores_in_chains(scores, q, k, PRECISION: tl.constexpr):
+    """Return scores + q @ k.T for fp32 operands, with a chain of additions for every _CHAIN columns.
+
+    The rounding error of one chain grows with its length. The error of o with 576 normal columns in an emulation of the
+    additions was 3.6e-7 with one chain (also measured on H200), 1.2e-7 with chains of 64 and of 32, and 0.8e-7 with
+    exact scores. Even and odd columns are separate chains, because ``tl.split`` divides the last dimension in this way.
+    """
+    if q.shape[1] > _CHAIN:
+        q_even, q_odd = tl.split(q.reshape(q.shape[0], q.shape[1] // 2, 2))
+        k_even, k_odd = tl.split(k.reshape(k.shape[0], k.shape[1] // 2, 2))
+        scores = _add_scores_in_chains(scores, q_even, k_even, PRECISION)
+        return _add_scores_in_chains(scores, q_odd, k_odd, PRECISION)
+    else:
+        return add_product(scores, q, tl.trans(k), PRECISION)
+
+
+@td.jit
 def add_scores(scores, q, q_odd, k, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
     """Return scores + q @ k.T."""
     if PAIRS:
         even, odd = _columns(k, FP8)
         scores = td.dot(q, tl.trans(even), scores, PRECISION)
         return td.dot(q_odd, tl.trans(odd), scores, PRECISION)
+    elif k.dtype == tl.float32 and PRECISION == "ieee":
+        return _add_scores_in_chains(scores, q, k, PRECISION)
     else:
         return td.dot(q, tl.trans(k), scores, PRECISION)
 
@@ -200,4 +224,4 @@ def add_values(acc, acc_odd, rescale, p, v, FP8: tl.constexpr, PAIRS: tl.constex
         acc_odd = td.dot(p, odd, acc_odd * rescale[:, None], PRECISION)
         return td.dot(p, even, acc * rescale[:, None], PRECISION), acc_odd
     else:
-        return td.dot(td.from_float32(p, v.dtype), v, acc * rescale[:, None], PRECISION), acc_odd
+        return accumulate(acc * rescale[:, None], p, v, PRECISION), acc_odd

@@ -13,7 +13,7 @@ from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import row_major, scaled_linear
 from tdkernels.ops.dense.scaled_gather import gathered_scales
-from tdkernels.ops.dense.vendor_gemm import cut, product
+from tdkernels.ops.dense.vendor_gemm import cut, product, rows_of
 from tdkernels.symm.whole_call import whole_call
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ def launch(
     gather = AsyncAllGather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
     dtype = x.dtype if scales is None else scales[0].out_dtype
     ys = [x.new_empty(gather.world_size, rows, weight.shape[0], dtype=dtype) for weight in weights]
+    outs = [y.unbind() for y in ys]
 
     def multiply(part, source, first=0):
-        for number, (weight, bias, y) in enumerate(zip(weights, biases, ys, strict=True)):
-            out = y[source, first : first + part.shape[0]]
+        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            out = rows_of(outs[number][source], first, part.shape[0])
             if scales is None:
                 product(part, weight, bias, out)
             else:
@@ -69,13 +70,14 @@ def launch(
         if into is not None:
             gather.copy_out(into, gather.rank)
         multiply(x, gather.rank)
+        shards = gather.gathered.unbind()
         for step in range(1, gather.world_size):
             source = gather.source(step)
             for number, (first, count) in enumerate(pieces):
                 gather.wait(step, number)
                 if into is not None and number == len(pieces) - 1:
                     gather.copy_out(into, source)
-                multiply(gather.gathered[source, first : first + count], source, first)
+                multiply(rows_of(shards[source], first, count), source, first)
         if keep_gathered:
             closing.pop_all()
     return [y.view(-1, y.shape[2]) for y in ys], gather if keep_gathered else None

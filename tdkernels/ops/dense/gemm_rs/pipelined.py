@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_major
-from tdkernels.ops.dense.vendor_gemm import cut, product_of
+from tdkernels.ops.dense.vendor_gemm import cut, product_of, rows_of
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 from tdkernels.symm.workspace import refuse_nodes
@@ -57,12 +57,12 @@ def send_products(
 ) -> "torch.Tensor":
     """Compute x @ weight.T, send each peer its rows in ``pieces`` chunks, and return this rank's rows."""
     ranks, n, dtype = scatter.world_size, weight.shape[0], out_dtype_of(x, scales)
-    by_owner = x.unflatten(0, (ranks, -1))
-    spans = cut(by_owner.shape[1], pieces)
+    by_owner = x.chunk(ranks)
+    rows = by_owner[0].shape[0]
+    spans = cut(rows, pieces)
     for step in range(1, ranks):
         owner = (scatter.rank + step) % ranks
         for piece, (first, count) in enumerate(spans):
-            rows = by_owner[owner, first : first + count]
-            part = product_of(rows, weight, scales, owner * by_owner.shape[1] + first)
+            part = product_of(rows_of(by_owner[owner], first, count), weight, scales, owner * rows + first)
             scatter.send(owner, part, piece, offset=first * n * dtype.itemsize)
-    return product_of(by_owner[scatter.rank], weight, scales, scatter.rank * by_owner.shape[1])
+    return product_of(by_owner[scatter.rank], weight, scales, scatter.rank * rows)
