@@ -173,6 +173,11 @@ def read_tests(folder):
     return _read_kind(folder, "tests")
 
 
+def read_dense_graphs(folder):
+    """Return the benchmark rows of dense operators in CUDA graphs, one per method. ``read`` makes Points of them."""
+    return [row for row in _read_kind(folder, None) if row.get("graph") and row.get("layout", "nk") == "nk"]
+
+
 def read_solo(folder):
     """Return the rows of solo mode."""
     return _read_kind(folder, "solo")

@@ -23,12 +23,38 @@ def config_in_short(config):
     fields = [f"pipelined {config['method']}"] if config.get("method") in KERNELS else []
     if tiles := config.get("tiles"):
         fields.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
-    transport = "one_shot" if "one_shot" in config.values() else config.get("transport")
-    skipped = {"method", "tiles", "transport", *_UNUSED.get(transport, ())}
-    for name, value in config.items():
-        if name in skipped or value is None or (name in ("split_k", "pieces") and value == 1):
-            continue
+    transport = _transport(config)
+    for name, value in _own_fields(config, transport).items():
         fields.append(_FORMATS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
     if transport in _UNUSED:
         fields.insert(1, transport.replace("_", "-" if transport == "one_shot" else " "))
     return ", ".join(fields)
+
+
+def used_fields(config):
+    """Return the fields of a config on which its kernels depend. Two configs with equal ones run the same."""
+    if config.get("method") == "parts":
+        return {"method": "parts", "pieces": config.get("pieces", 1)}
+    transport = _transport(config)
+    return {
+        "method": config.get("method"), "transport": transport, "tiles": config.get("tiles"),
+        **_own_fields(config, transport),
+    }
+
+
+def transport_in_short(config):
+    """Return how a config sends data."""
+    return "pipelined" if config["method"] == "parts" else config["transport"].replace("_", " ")
+
+
+def _transport(config):
+    return "one_shot" if "one_shot" in config.values() else config.get("transport")
+
+
+def _own_fields(config, transport):
+    """Return the fields other than method, tiles and transport that the transport uses, without neutral values."""
+    skipped = {"method", "tiles", "transport", *_UNUSED.get(transport, ())}
+    return {
+        name: value for name, value in config.items()
+        if name not in skipped and value is not None and not (name in ("split_k", "pieces") and value == 1)
+    }

@@ -14,7 +14,7 @@ from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
 from bench.reliability import faults_report, invariance_report
-from bench.report import dense, headlines, plots, scaled, solo, test_record, torch_operators
+from bench.report import dense, headlines, plots, predictions, scaled, solo, test_record, torch_operators
 from bench.report import host as host_report
 from bench.report import rows as all_rows
 from bench.report import tuned as tuned_report
@@ -86,7 +86,8 @@ def pages(rows):
                   [dense.text(rows.dense, _link), gemm_norm_report.text(rows.gemm_ar_norms),
                    torch_operators.text(rows.torch_operators)]),
         "scaled": ("Dense operators with scaled fp8 operands", [scaled.text(rows.scaled)]),
-        "solo": ("Dense operators in solo mode", [solo.text(rows.solo)]),
+        "solo": ("Dense operators in solo mode",
+                 [solo.text(rows.solo), predictions.text(rows.solo, rows.dense_graphs)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link), norm_report.text(rows.norms)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),
         "experts": ("Layers of experts and grouped GEMM",

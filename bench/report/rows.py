@@ -16,6 +16,7 @@ class Rows:
                   sequence parallelism, network primitives, host time per call, configs that the tuner selected, test
                   runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8 operands, calls
                   inside and outside the batch-invariant mode
+    dense_graphs: the benchmark rows of ``dense`` in CUDA graphs, as dictionaries
     faults:       summaries of fault campaigns, as dictionaries
     """
 
@@ -37,6 +38,7 @@ class Rows:
     models: tuple = ()
     scaled: tuple = ()
     invariance: tuple = ()
+    dense_graphs: tuple = ()
     faults: tuple = ()
 
     def __bool__(self):
@@ -53,5 +55,6 @@ def read(folder):
         tuner=points.read_chosen(folder), tests=points.read_tests(folder), solo=points.read_solo(folder),
         torch_operators=points.read_torch_operators(folder),
         models=points.read_models(folder), scaled=points.read_scaled(folder),
-        invariance=points.read_invariance(folder), faults=faults_report.read(folder),
+        invariance=points.read_invariance(folder), dense_graphs=points.read_dense_graphs(folder),
+        faults=faults_report.read(folder),
     )

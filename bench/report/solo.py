@@ -2,7 +2,7 @@
 
 from bench.core.points import geometric_mean
 from bench.report.cells import markdown, ms, share, short_revision
-from bench.report.config_text import config_in_short
+from bench.report.config_text import config_in_short, transport_in_short
 from bench.report.tables import newest
 
 _INTRO = """## Solo mode
@@ -84,7 +84,4 @@ def _others(run, best):
 
 def _kind(row):
     """Return how a config sends data, or None for a backward, which selects its own configs."""
-    config = row["config"]
-    if config is None:
-        return None
-    return "pipelined" if config["method"] == "parts" else config["transport"].replace("_", " ")
+    return None if row["config"] is None else transport_in_short(row["config"])

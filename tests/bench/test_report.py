@@ -355,8 +355,8 @@ def test_old_baseline_of_flash_decode_is_marked():
 def solo_row(shape, method, time, link=390.0, config=None, date="2026-01-01", direction="forward"):
     m, n, k = map(int, shape.split("x"))
     return {"what": "solo", "op": "gemm_rs", "pass": direction, "shape": shape, "m": m, "n": n, "k": k, "ranks": 8,
-            "link_gbps": link, "method": method, "ms": time, "wire_ms": 2.0, "over_floor": time and time / 2,
-            "config": config, **MACHINE, "num_gpus": 1, "date": date}
+            "dtype": "bfloat16", "link_gbps": link, "method": method, "ms": time, "wire_ms": 2.0,
+            "over_floor": time and time / 2, "config": config, **MACHINE, "num_gpus": 1, "date": date}
 
 
 def test_solo_mode_has_a_table_for_each_link(results):
