@@ -13,6 +13,7 @@ _DECODE = (1, 96, 12, 128)  # batch, heads, kv heads, head dimension
 _BYTES = {"ag_gemm": lambda s, world: model.ag_gemm_bytes(s.m, s.k, world),
           "gemm_rs": lambda s, world: model.gemm_rs_bytes(s.m, s.n, world),
           "gemm_ar": lambda s, world: model.gemm_ar_bytes(s.m, s.n, world)}
+_SHARES = {"ag_share": "ag_gemm", "rs_share": "gemm_rs", "ar_share": "gemm_ar"}  # fields of the model.Machine
 
 
 class Missing(ValueError):
@@ -38,7 +39,7 @@ def machine(points, alone, ep, decode):
         gemms=gemm_times(dense),
         best_link_gbps=max(_require("with a link rate", [r["link_gbps"] for r in alone if r["gpu"] == GPU])),
         link_gbps=link,
-        ag_share=_lost(ag, link), rs_share=_lost(rs, link), ar_share=_lost(ar, link),
+        **{name: _lost(dense, operator, link) for name, operator in _SHARES.items()},
         nccl_gather_gbps=_nccl(ag), nccl_scatter_gbps=_nccl(rs), nccl_reduce_gbps=_nccl(ar),
         exchange_us=_exchange_us(alone),
         dispatch_us=dispatch[0], dispatch_memory_gbps=dispatch[1],
@@ -95,10 +96,14 @@ def _wire_bound(point):
     return point.wire > _WIRE_BOUND * point.gemm
 
 
-def _lost(points, link):
-    """Return the median slowdown of a GEMM per ms of concurrent NVLink transfer, over GEMM-bound points."""
-    times = [(p, model.ms(_link_bytes(p), link)) for p in points]
-    return median(_require("of long GEMMs", [(p.ours - p.gemm) / wire for p, wire in times if p.gemm > wire]))
+def _lost(points, operator, link):
+    """Return the median slowdown of a GEMM per ms of concurrent NVLink transfer.
+
+    It is measured on the largest number of GPUs on which the GEMM of some problem takes longer than the transfer.
+    """
+    long = [p for p in points if p.operator == operator and p.gemm > model.ms(_link_bytes(p), link)]
+    found = widest(_require(f"of long GEMMs of {operator}", long), operator)
+    return median([(p.ours - p.gemm) / model.ms(_link_bytes(p), link) for p in found])
 
 
 def _nccl(points):

@@ -60,7 +60,7 @@ class Machine:
     ar_share: float = _measured("same for gemm_ar, from rows with fewer GPUs")
     nccl_gather_gbps: float = _measured("same rows: bytes / (torch + NCCL - GEMM) of ag_gemm, median")
     nccl_scatter_gbps: float = _measured("same for gemm_rs")
-    nccl_reduce_gbps: float = _measured("same for gemm_ar, from rows with fewer GPUs")
+    nccl_reduce_gbps: float = _measured("same for gemm_ar")
     exchange_us: float = _measured("all_gather.jsonl: tdkernels, 1 KiB in a CUDA graph: one launch, push and signal")
     dispatch_us: float = _measured("ep_dispatch.jsonl, fewest GPUs: fewest tokens in a CUDA graph, with the counts")
     dispatch_memory_gbps: float = _measured("same: most tokens, memory traffic / (time - dispatch_us)")
