@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from tdkernels.caches import RecentCache, VersionedDict
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.symm.agreement import Agreement, conflict_key, counter_keys, describe
+from tdkernels.symm.early_error import raise_early_errors
 from tdkernels.symm.failure import Failure
 from tdkernels.symm.record import read_record
 from tdkernels.symm.session import MissingRank, meet
@@ -105,6 +106,7 @@ class GroupState:
         self.refusal = None  # the error of every call in a process that was forked from a rank
         self.last_launch = 0, 0  # (thread, number of the launch among those of this process)
         self.tables = {}  # {id of a context table: its record.Table}, see symm.workspace
+        self.call_in_progress = "", 0  # see early_error.part_of_call
         self._failures = {}
         self._stream_orders = {}
         self._store = c10d._get_process_group_store(group)
@@ -170,7 +172,7 @@ class GroupState:
         ranks. The offers are returned in rank order. Fields and offers must be JSON-serializable.
 
         Raises:
-            ValueError: On every rank, if the operator or a field differs.
+            ValueError: On every rank, if the operator or a field differs. Also an early error, see ``early_error``.
             PeerTimeoutError: If a rank does not call it within the timeout.
         """
         fields = {**fields, **shared_fields()}
@@ -178,6 +180,7 @@ class GroupState:
         for error in (self.interrupted, *known):  # peers that know of it do not take part
             if error is not None:
                 raise copy.copy(error)
+        raise_early_errors(self)
         try:
             texts = self.exchange(operator, json.dumps([{"operator": operator, **fields}, offer]))
         except PeerTimeoutError as error:
@@ -330,13 +333,9 @@ def _differences(plans):
         for rank, plan in enumerate(plans):
             ranks_by_value[json.dumps(plan.get(name, "absent"))].append(rank)
         if len(ranks_by_value) > 1:
-            held = ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {_join(r)}" for value, r in ranks_by_value.items())
-            lines.append(f"{name} is {held}")
+            held = [f"{v} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for v, r in ranks_by_value.items()]
+            lines.append(f"{name} is {', '.join(held)}")
     return "; ".join(lines)
-
-
-def _join(ranks):
-    return ", ".join(str(rank) for rank in ranks)
 
 
 states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

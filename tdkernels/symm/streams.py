@@ -3,6 +3,8 @@
 import torch
 from triton.runtime import driver
 
+from tdkernels.symm.agreement import poll
+
 
 class StreamOrder:
     """Make each launch of a group wait for the previous one, even if that is on another stream.
@@ -29,6 +31,14 @@ class StreamOrder:
         if self._last_event is None:
             self._last_event = torch.cuda.Event()
         self._last_event.record(self._last_stream)
+
+    def wait_for_last(self, until: float) -> None:
+        """Wait on the host until the launches have ended, or until a time of ``time.monotonic``.
+
+        It does not wait for replays of CUDA graphs. It must not be called during capture. On the CPU it does not wait.
+        """
+        if self._last_event is not None:
+            poll(self._last_event.query, until)
 
     def _current_stream(self):
         """Return the current stream. It is usually that of the last launch.

@@ -26,6 +26,7 @@ from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
 from tdkernels.rounding import round_up
 from tdkernels.symm import shared_settings, timeout
+from tdkernels.symm.early_error import raise_early_errors
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states, states
@@ -65,6 +66,7 @@ class Workspace:
         error_of_note: Converts a kernel's note to an exception: called with the workspace's name, the kind and three
             numbers. It is used for calls without ``expect_note``.
         note_call: The number of the latest call of ``expect_note``, which kernels store in their notes.
+        may_have_early_errors: Whether a note may be an error that a peer has raised at once, see ``early_error``.
     """
 
     max_plans = _PLANS
@@ -85,6 +87,7 @@ class Workspace:
         self.error_of_note = None
         self.note = None
         self.note_call = 0
+        self.may_have_early_errors = False
         self._notes_of_calls = OrderedDict()
         self._plans = {}  # (operator, fields) of a plan -> its id
         self._retired = []
@@ -233,6 +236,7 @@ class Workspace:
         The first call is collective, and waits for earlier calls: they do not check their peers when they end.
         """
         if not self._copies:
+            raise_early_errors(self.group)
             self._end_use()
             self._copies = True
 
@@ -298,33 +302,49 @@ class Workspace:
         if broken is not None:
             raise copy.copy(broken)  # a raised error keeps the frames that it passes through, and their objects
         if self.note is not None and self._note_words[0]:
-            self._raise_note(in_call)
+            self._raise_note(self.note_call if in_call else None)
 
-    def expect_note(self, error_of_note: Callable[..., Exception]) -> None:
+    def expect_note(self, error_of_note: Callable[..., Exception], may_be_early: bool = False) -> None:
         """Begin a call whose kernel may write a note (``lang.host_error``), and raise the note of an earlier call.
 
         ``error_of_note`` is called as the attribute of that name. On a GPU the note may arrive after later calls, so it
         is kept for the latest 64 calls. The kernel receives ``note_call`` as an argument and stores it in its note.
+        ``may_be_early``: whether a rank may raise the error at once, see ``early_error``.
         """
         self.note_call += 1
+        self.may_have_early_errors |= may_be_early
         self._notes_of_calls[self.note_call] = error_of_note
         # A captured CUDA graph may be replayed at any time.
         if len(self._notes_of_calls) > _MAX_CALLS and not self._captured:
             self._notes_of_calls.popitem(last=False)
         self.check()
 
-    def _raise_note(self, in_call):
-        """Raise the exception for a kernel's note (``lang.host_error``), once.
+    def raise_early_error(self, call: int) -> None:
+        """Raise the error of a kernel's note if it is an early error. ``call``: see ``_raise_note``."""
+        if self.note is not None and self._note_words[0] and getattr(self._read_note()[0], "is_early", False):
+            # Launches of a later call of this workspace may have passed the rank that has left the call.
+            self._raise_note(call if call == self.note_call else 0)
+
+    def _read_note(self):
+        """Return the exception for a kernel's note (``lang.host_error``), and the number of its call."""
+        kind, *numbers, number = self._note_words.tolist()
+        error_of_note = self._notes_of_calls.get(number, self.error_of_note)
+        return in_step(error_of_note(self.name, kind, *numbers)), number
+
+    def _raise_note(self, call):
+        """Raise the exception for a kernel's note, once.
 
         If all ranks raise it in its own call, or between two calls, the group stays usable. A rank that raises the note
         of an earlier call does not make its current call. Its peers may have made it, and would pair it with this
         rank's next call, so the group becomes unusable.
+
+        ``call``: the number of the call that raises it, 0 for a call without a number, or None between two calls.
         """
-        kind, *numbers, number = self._note_words.tolist()
-        self._note_words[0] = 0
-        error_of_note = self._notes_of_calls.get(number, self.error_of_note)
-        error = in_step(error_of_note(self.name, kind, *numbers))
-        if in_call and number != self.note_call and self.world_size > 1:
+        try:
+            error, number = self._read_note()
+        finally:
+            self._note_words[0] = 0
+        if call is not None and call != number and self.world_size > 1:
             self.group.break_off(
                 RuntimeError(
                     f"{error}; rank {self.rank} raised that in place of a later call, which its peers may have made. "

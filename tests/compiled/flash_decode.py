@@ -23,6 +23,7 @@ DECODES = {
     "paged": ((8, 1, 32, 128), 8, 128, 16, False, (None, None)),
     "latent": ((4, 1, 128, 576), 1, 512, 64, False, (None, None)),
     "dense latent": ((4, 1, 128, 576), 1, 512, 0, False, (None, None)),
+    "heads of 512": ((8, 1, 32, 512), 8, 512, 0, False, (None, None)),
 }
 
 

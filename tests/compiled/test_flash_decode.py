@@ -108,6 +108,20 @@ def test_two_paged_decode_programs_fit_on_a_hopper_sm(name, dtype):
     assert 2 * (decode.metadata.shared + 1024) <= 228 << 10  # the driver reserves 1 KiB for each program
 
 
+@pytest.mark.parametrize("arch, name, widths", [
+    ("sm_90", "dense latent", [128] * 4 + [64]), ("sm_90", "one token", [128]), ("sm_89", "heads of 512", [128] * 4),
+])
+def test_scores_of_fp32_are_added_in_short_chains(arch, name, widths):
+    """A longer chain of additions has a larger rounding error; see ``_add_scores_in_chains``.
+
+    Wide heads also have to fit in the shared memory of sm_89.
+    """
+    launch = split_launches(name, arch, FP32)[0]
+    (compiled,) = compile_launches([launch], arch)
+    lengths = map(int, re.findall(r"tt\.dot .*tensor<\d+x(\d+)xf32> \* tensor<", compiled.asm["ttir"]))
+    assert sorted(lengths) == sorted([*widths, launch[2]["TILE"].block_n])  # the last one multiplies the values
+
+
 def test_high_tiles_of_a_latent_cache_use_wgmma():
     """Tiles of 64 rows: each of two warp groups multiplies half of the columns of the values."""
     config = FlashDecodeConfig(block_n=64, num_warps=8, num_stages=2, tile_rows=64)

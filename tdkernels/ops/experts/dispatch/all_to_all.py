@@ -127,7 +127,7 @@ def all_to_all(
         ValueError: On every rank: if the ranks disagree, if splits are negative or do not add up on any rank, or if
             there are more rows than max_tokens or max_tokens_per_rank. No row arrives then. On a GPU with either bound
             it is raised by tdkernels.synchronize(), or by a later call, which makes the group unusable. A rank with too
-            many rows also raises at once.
+            many rows raises at once. Then a first backward may raise on the other ranks.
         PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:

@@ -16,6 +16,8 @@ from tdkernels.ops.experts.dispatch.payload import MAX_CHUNKS, as_memories, piec
 from tdkernels.ops.experts.dispatch.routing import Routing
 from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime.kernel_launch import launch_cached, pointer_signature
+from tdkernels.symm.early_error import part_of_call
+from tdkernels.symm.group import group_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +46,7 @@ class CountedRouting(Routing):
         slots: Number of staging slots, enough for any rank.
         reach: Set if each assignment is sent separately, or if the host has waited for the counts.
         received: Received-slot map, int32, see ``layout``: the tokens in each slot. The first dispatch writes it.
+        note_call: ``Workspace.note_call`` of the call that counts, in the workspace ``counts_in``.
     """
 
     if TYPE_CHECKING:
@@ -53,10 +56,16 @@ class CountedRouting(Routing):
     slots: int
     reach: Reach | None = None
     received: torch.Tensor | None = None
+    note_call: int = 0
     launch_key: tuple = field(init=False)  # everything that decides a launch, except the operands
+
+    counts_in = "ep_counts"
 
     def __post_init__(self):
         self.launch_key = self.shape, self.slots, self.config
+
+    def part_of_call(self):
+        return part_of_call(group_state(self.group), self.counts_in, self.note_call)
 
     def dispatch(self, x, *, scales=None, weights=None, quantize=False):
         tensors = launch.prepare_dispatch(self, x, scales, weights, quantize)

@@ -81,7 +81,8 @@ def count(plan: "RoutePlan", request: "DispatchRequest") -> CountedRouting:
     counting = _Counting(shape, as_argument(plan.config if plan.config_is_given else None), plan.per_choice, local)
     tables = _new_tables(counting, device)
     splits = empty_splits(shape, device)
-    listen(workspace, shape.operator, request.operand or TopkIds(request.ids, shape.num_experts))
+    is_bounded = shape.max_tokens_per_rank is not None
+    listen(workspace, shape.operator, request.operand or TopkIds(request.ids, shape.num_experts), is_bounded)
     _launch(workspace, counting, request.ids.contiguous(), request.error_code, tables, splits)
     summary = None
     if shape.max_tokens is None:
@@ -90,7 +91,7 @@ def count(plan: "RoutePlan", request: "DispatchRequest") -> CountedRouting:
         workspace.check()
     common = {
         "shape": shape, "group": request.group, "config": plan.config, "config_is_given": plan.config_is_given,
-        "tables": tables[0], "splits": splits,
+        "tables": tables[0], "splits": splits, "note_call": workspace.note_call,
     }
     if local is not None:
         return _multinode_routing(common, local, tables[1], summary)
@@ -141,9 +142,12 @@ def _rows_for(most):
 # ---- errors ----
 
 
-def listen(workspace: "Workspace", operator: str, operand: "TopkIds | Splits") -> None:
-    """Begin a call in a workspace. Errors that its kernel reports name the operator and the operand."""
-    workspace.expect_note(partial(_error_of_note, operator, operand, workspace.rank))
+def listen(workspace: "Workspace", operator: str, operand: "TopkIds | Splits", is_bounded: bool) -> None:
+    """Begin a call in a workspace. Errors that its kernel reports name the operator and the operand.
+
+    ``is_bounded``: whether the call has a max_tokens_per_rank, which a rank may exceed (``route.raise_too_many``).
+    """
+    workspace.expect_note(partial(_error_of_note, operator, operand, workspace.rank), is_bounded)
 
 
 def _error_of_note(operator, operand, here, name, kind, first, second, third):

@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from tdkernels.symm.early_error import early
 from tdkernels.symm.group import in_step
 
 
@@ -70,8 +71,11 @@ class Splits(_Operand):
 
 
 def too_many_tokens(operator: str, rank: int, tokens: int) -> Exception:
-    """Return the error that all ranks raise if ``rank`` has more tokens than max_tokens_per_rank."""
-    return in_step(ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank"))
+    """Return the error that all ranks raise if ``rank`` has more tokens than max_tokens_per_rank.
+
+    It is early: that rank raises ``own_too_many`` at once.
+    """
+    return early(in_step(ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank")))
 
 
 def own_too_many(operator: str, x: torch.Tensor, what: str, most: int | None) -> Exception:

@@ -133,7 +133,8 @@ def new_dispatch(
     }
     staging = routing.dispatch_staging(row_bytes, scale_row_bytes)
     fields = with_config(fields, routing.config)
-    plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
+    with routing.part_of_call():
+        plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)
     kernel, programs, args, constants = dispatch_call(workspace.ctx, routing, tensors, parts, plan, phase)
@@ -208,7 +209,9 @@ def _new_combine(workspace, routing, tensors, phase, config, operands):
         **routing.agreed_slots(),
     }
     staging = routing.combine_staging(rows.shape[1] * rows.element_size(), tensors.per_expert)
-    plan = workspace.prepare(shape.operator, with_config(fields, config), staging, shape.world_size * MAX_CHUNKS)
+    fields = with_config(fields, config)
+    with routing.part_of_call():
+        plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)
     kernel, programs, args, constants = combine_call(workspace.ctx, routing, tensors, plan, config, phase)

@@ -52,6 +52,8 @@ class LowLatencyRouting(CountedRouting):
     uncounted: tuple | None
     operand: TopkIds | Splits
 
+    counts_in = "ep_direct"
+
     def run_dispatch(self, workspace: "Workspace", tensors: "DispatchTensors", phase: str) -> None:
         if self.uncounted is None:
             super().run_dispatch(workspace, tensors, phase)
@@ -103,7 +105,8 @@ def _launch(routing, tensors, phase):
     x, scales = tensors.x, tensors.scales
     workspace = get_workspace(routing.group, x.device, "ep_direct")
     if phase != "receive":
-        listen(workspace, routing.shape.operator, routing.operand)
+        listen(workspace, routing.shape.operator, routing.operand, is_bounded=True)
+        routing.note_call = workspace.note_call
     key = (
         "direct", phase, routing.launch_key, x.dtype, x.shape[1], None if scales is None else scales.shape[1:],
         tensors.quantize,

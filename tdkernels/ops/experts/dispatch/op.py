@@ -272,7 +272,7 @@ def ep_dispatch(
         ValueError: On every rank: if the ranks disagree, if an id is out of range, or if there are more rows than
             max_tokens or more tokens than max_tokens_per_rank. No token arrives then. On a GPU with either bound it is
             raised by tdkernels.synchronize(), or by a later call, which makes the group unusable. A rank with too many
-            tokens also raises at once.
+            tokens raises at once. Then a first combine or backward with the handle may raise on the other ranks.
         PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
@@ -370,8 +370,7 @@ def checked_combine(
     """Check the arguments of a combine and return the weights [T, k], or None, and the config that it uses."""
     if not isinstance(handle, EpHandle):
         raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
-    routing = handle._routing
-    group = resolve_group(group)
+    routing, group = handle._routing, resolve_group(group)
     if group is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
     # The properties of a routing that decide how a combine runs.
@@ -384,7 +383,8 @@ def checked_combine(
         _check_method(routing, config)
         known = config or routing.config
         if config is None and not routing.config_is_given and routing.method == "fused":
-            known = choose_config("ep_combine", routing.shape, routing.staged, group, expert_out)
+            with routing.part_of_call():
+                known = choose_config("ep_combine", routing.shape, routing.staged, group, expert_out)
         check_invariant_combine(known, group)
         call_cache.insert(group, key, known)
     return handle._topk_weights if topk_weights is None else topk_weights, known

@@ -1,5 +1,6 @@
 """Selection of the dispatch strategy, a subclass of ``Routing``, by the config, the shapes and the bounds of a call."""
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,6 +12,8 @@ from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency, plan_
 from tdkernels.ops.experts.dispatch.request import RoutePlan
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, with_capacity
 from tdkernels.ops.experts.dispatch.torch_backend import route_by_torch, routing_by_torch
+from tdkernels.symm.early_error import raise_early_errors
+from tdkernels.symm.group import group_state
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +75,14 @@ def refuse_too_many(
     weights, scales = (None if one is None else one[:0] for one in (weights, scales))
     routing = route(plan_route(none), none)
     routing.dispatch(none.x, weights=weights, scales=scales, quantize=request.quantize is not None)
+    raise_too_many(request, routing)
+
+
+def raise_too_many(request: "DispatchRequest", routing: "Routing") -> NoReturn:
+    """Raise ValueError on the rank with too many tokens, after it has sent its error code with ``routing``."""
+    # The rank's own kernel reports the error, too. If a later call raised it, this rank would skip that call.
+    with contextlib.suppress(ValueError), routing.part_of_call():
+        raise_early_errors(group_state(request.group))
     what = "rows" if request.by_source else "tokens"
     raise own_too_many(request.operator, request.x, what, request.max_tokens_per_rank)
 

@@ -11,6 +11,7 @@ Each strategy is a class in its own module:
 """
 
 import abc
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +48,13 @@ class Routing(abc.ABC):
     staged: int
 
     method = "fused"  # value of ``EpConfig.method``
+
+    def part_of_call(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context for consensus checks with this routing, see ``symm.early_error``.
+
+        A rank with too many tokens has raised an error, and does not get this routing.
+        """
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def dispatch(

@@ -24,8 +24,8 @@ from tdkernels.ops.common.tile_config import default_tiles, invariant_tiles
 from tdkernels.ops.experts.dispatch.config import default_config
 from tdkernels.ops.experts.dispatch.counted import Reach, routing_to_compile
 from tdkernels.ops.experts.dispatch.counting import count
-from tdkernels.ops.experts.dispatch.device_errors import own_too_many
 from tdkernels.ops.experts.dispatch.request import RoutePlan, RoutingShape
+from tdkernels.ops.experts.dispatch.route import raise_too_many
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm, launch_gemm_combine
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
@@ -158,14 +158,20 @@ def ep_moe_fused(
     Raises:
         ValueError: On every rank, if this rank has more tokens than max_tokens_per_rank.
     """
-    x = request.x
     if request.has_too_many_tokens:
-        with torch.no_grad():  # the peers wait for this rank, so send them no tokens and an error code
-            ep_moe_fused(request.without_tokens(), topk_weights[:0], w_gate_up, w_down, activation, config)
-        raise own_too_many("ep_moe", x, "tokens", request.max_tokens_per_rank)
-    ep = (config.ep if config else None) or default_config(x.device)
+        none = request.without_tokens()  # the peers wait for this rank, so send them no tokens and an error code
+        with torch.no_grad():
+            routing = _run(none, topk_weights[:0], w_gate_up, w_down, activation, config)[1]
+        raise_too_many(request, routing)
+    return _run(request, topk_weights, w_gate_up, w_down, activation, config, counted)[0]
+
+
+def _run(request, topk_weights, w_gate_up, w_down, activation, config, counted=None):
+    """Return y and the routing. Arguments are those of ``ep_moe_fused``."""
+    ep = (config.ep if config else None) or default_config(request.x.device)
     if counted is None:
         counted = count(RoutePlan(request.shape, ep, config_is_given=True, per_choice=True), request)
     routing = counted.for_operator("ep_moe", ep)
-    operands = x, topk_weights, w_gate_up, w_down
-    return _EpMoe.apply(*operands, activation, config, routing, autograd.may_be_differentiated(operands))
+    operands = request.x, topk_weights, w_gate_up, w_down
+    keep = autograd.may_be_differentiated(operands)
+    return _EpMoe.apply(*operands, activation, config, routing, keep), routing

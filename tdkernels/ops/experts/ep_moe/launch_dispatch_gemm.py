@@ -134,10 +134,9 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
         "rows": slot_rows, "gradient": gradient,
     }
     fields = with_config(fields, routing.config)
-    plan = workspace.prepare(
-        shape.operator, fields, half_bytes(slot_rows, k * x.element_size()), shape.num_experts,
-        num_flags=shape.num_experts,
-    )
+    needed = half_bytes(slot_rows, k * x.element_size())
+    with routing.part_of_call():
+        plan = workspace.prepare(shape.operator, fields, needed, shape.num_experts, num_flags=shape.num_experts)
     tiles_n = cdiv(w.shape[1], tiles.block_n)
     outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
     buffer = rows_of_buffer(workspace, x)

@@ -69,9 +69,9 @@ def _prepare(workspace, routing, operands, tiles):
         "weighted": weights is not None, "numbers": dots is not None,
     }
     fields = with_config(fields, routing.config)
-    plan = workspace.prepare(
-        shape.operator, fields, half_bytes(slots, n * h.element_size()), shape.world_size, num_flags=1
-    )
+    needed = half_bytes(slots, n * h.element_size())
+    with routing.part_of_call():
+        plan = workspace.prepare(shape.operator, fields, needed, shape.world_size, num_flags=1)
     y = output_spec(h, shape.tokens, n)
     numbers = None if dots is None else output_spec(h, shape.tokens, shape.choices, dtype=torch.float32)
     args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,

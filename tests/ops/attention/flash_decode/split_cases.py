@@ -171,6 +171,7 @@ def falls_back(heads):
     for options, kernel in (
         (dict(scale=-0.3), PORTABLE), (dict(scale=0.0), PORTABLE), (dict(soft_cap=5.0), PORTABLE),
         (dict(dtype=FP32), PORTABLE), (dict(window=40), FUSED), (dict(window=40, tokens=2), FUSED),
+        (dict(dtype=FP32, window=40), FUSED),
     ):
         check(latent(lengths(), heads, **options, seed=11), kernel=kernel)
     check(latent([0, 0], heads, seed=12), kernel=PORTABLE)  # the cache has no room

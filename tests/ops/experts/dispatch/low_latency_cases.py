@@ -241,7 +241,7 @@ def rejects_too_many_tokens(config):
         own_message = f"x [{bound}, 8] has more tokens than max_tokens_per_rank = {bound - 1}"
         peer_message = f"ep_dispatch: rank {offender} has {bound} tokens, more than max_tokens_per_rank"
         assert peer_message in str(error) or (dist.get_rank() == offender and own_message in str(error)), str(error)
-        failure_of(tdkernels.synchronize)  # rank ``offender`` may raise the error twice
+        tdkernels.synchronize()  # does not raise the error again
     recv, handle = case.dispatch(config=config, max_tokens_per_rank=bound)
     case.check_received(recv, capacity=recv.x.shape[0])
     case.check_combined(tdkernels.ep_combine(padded(case.expert_out(), recv.x.shape[0]), handle))

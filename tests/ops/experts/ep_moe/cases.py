@@ -19,7 +19,6 @@ from tests.support import moe_oracle
 from tests.support.dense_oracle import assert_close
 from tests.support.moe_oracle import NAMES
 from tests.support.ranks import a_group, device
-from tests.test_protocol import failure_of
 
 UNEVEN = [7, 0, 11, 4]  # tokens of ranks
 
@@ -161,7 +160,7 @@ def uses_low_latency_dispatch(quantize):
     with pytest.raises(ValueError, match=f"has (more|{bound}) tokens,? (more )?than max_tokens_per_rank"):
         layer.call(max_tokens_per_rank=bound - 1)
         tdkernels.synchronize()
-    failure_of(tdkernels.synchronize)  # on a GPU the rank with too many tokens raises again
+    tdkernels.synchronize()  # does not raise the error again
     layer.check(layer.run(wanted=wanted, quantize=quantize))
 
 
@@ -185,7 +184,7 @@ def computes_fused_with_max_tokens_per_rank(tokens, ids):
         with pytest.raises(ValueError, match=message):
             layer.call(max_tokens_per_rank=bound - 1, config=CONFIGS["fused"])
             tdkernels.synchronize()
-        failure_of(tdkernels.synchronize)
+        tdkernels.synchronize()  # does not raise the error again
     layer.check(layer.run(max_tokens_per_rank=bound, config=CONFIGS["fused"]))
 
 
