@@ -42,7 +42,8 @@ def _ag_gemm_in_parts(config, dy, x, group):
         return False
     if config:
         return _method(AgGemmConfig, config) == "parts"
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
+    ranks = group.size()
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (ranks - 1) * x.nbytes, ranks)
 
 
 def _ag_gemm_config_of_dx(dy, back, group):
@@ -115,7 +116,8 @@ def _gemm_rs_in_parts(config, dz, x, keeps, group):
     """
     if config or spans_nodes(group):
         return _method(GemmRsConfig, config) == "parts"
-    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
+    ranks = group.size()
+    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (ranks - 1) * dz.nbytes, ranks)
 
 
 def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):

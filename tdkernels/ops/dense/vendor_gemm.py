@@ -5,9 +5,10 @@ import torch
 from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
-# If a backward takes the GPU less than _LEAST_S at these rates of an H200, the host takes longer than the GPU to launch
-# the pipelined form (2 H200).
-_LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
+# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. It took 0.38 ms for 2
+# H200 and 0.51 for 4 (ag_gemm), 0.30 and 0.39 (gemm_rs). At these rates of an H200 a GPU takes at least that long for a
+# call that is worth its launches.
+_HOST_S, _HOST_OF_PEER_S, _FLOPS, _LINK = 0.3e-3, 0.065e-3, 750e12, 330e9
 
 
 def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -42,12 +43,15 @@ def product_of(
     return torch.mm(x, weight.t())
 
 
-def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float | None = None) -> bool:
+def is_worth_its_launches(flops: float, wire_bytes: int, ranks: int, least_s: float | None = None) -> bool:
     """Return whether a call is so large that the pipelined form is faster. The result is equal on all ranks.
 
     Args:
         flops: Floating-point operations of a rank.
         wire_bytes: Bytes that a rank receives.
+        ranks: The number of ranks.
         least_s: Threshold in seconds; None uses the threshold of a backward.
     """
-    return flops / _FLOPS + wire_bytes / _LINK >= (_LEAST_S if least_s is None else least_s)
+    if least_s is None:
+        least_s = _HOST_S + (ranks - 1) * _HOST_OF_PEER_S
+    return flops / _FLOPS + wire_bytes / _LINK >= least_s

@@ -18,12 +18,12 @@ CONFIGS = {"ag_gemm": tdkernels.AgGemmConfig, "gemm_rs": tdkernels.GemmRsConfig}
 @contextlib.contextmanager
 def pipelined_backward():
     """In a rank: use the pipelined forms of a backward, which are meant for large GEMMs, for all sizes."""
-    before = vendor_gemm._LEAST_S
-    vendor_gemm._LEAST_S = 0
+    before = vendor_gemm._HOST_S
+    vendor_gemm._HOST_S = -1.0  # any size is large enough
     try:
         yield
     finally:
-        vendor_gemm._LEAST_S = before
+        vendor_gemm._HOST_S = before
 
 
 def accumulates(operator, dtype, form, rows=SHAPE[0]):

@@ -27,7 +27,7 @@ def _in_parts(dy, x, config, group):
     if config or spans_nodes(group) or not x.shape[0] or x.shape[0] % group.size():
         return False
     wire_bytes = 2 * (group.size() - 1) * x.nbytes // group.size()
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes)
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes, group.size())
 
 
 @whole_call
