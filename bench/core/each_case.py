@@ -28,6 +28,7 @@ def measure_all(pool, cases, rows_of, common, keep, summary, deadline=None):
         if deadline is not None and time.monotonic() > deadline:
             left = len(cases) - number
             print(f"time limit reached: {left} of {len(cases)} cases are skipped, from {case} on", flush=True)
+            progress.cut_off()
             break
         try:
             with _status(f"case {number + 1} of {len(cases)}: {case}"):

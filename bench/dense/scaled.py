@@ -286,6 +286,7 @@ def main():
         for case in progress.left(_cases(options, ranks, device)):
             if options.seconds and time.monotonic() - begun > options.seconds:
                 print(f"time limit reached before {case}")
+                progress.cut_off()
                 break
             try:
                 rows = _rows(case, pool.run(measure, case, options.burst_ms if device == "cuda" else 0)[0])

@@ -162,6 +162,7 @@ class Job:
         late = self.deadline is not None and time.monotonic() > self.deadline
         if late:
             print(f"time limit reached: skipped from {left[0]} on", flush=True)
+            progress.cut_off()
             left.clear()
         return late
 

@@ -40,7 +40,17 @@ def main(arguments=None):
         for stage in chosen:
             _print_stage(stage, options.out)
         return 0
-    return Run(options.out.resolve(), options.seconds).all(chosen)
+    # Without a handler the process would end at once, and its programs would go on.
+    before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return Run(options.out.resolve(), options.seconds).all(chosen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number, _frame):
+    sys.exit(128 + number)
 
 
 def _parser():
@@ -99,10 +109,13 @@ class Run:
                 print(f"{stage.name}: not started, less than {stage.seconds:g} s are left", flush=True)
                 continue
             codes, seconds = self._run(stage)
-            finished = None not in codes.values()  # a program that fails would fail again
+            cut = [program.name for program in stage.programs if progress.was_cut_off(self._progress(stage, program))]
+            finished = not cut and None not in codes.values()  # a program that fails would fail again
             self.state[stage.name] = {"finished": finished, "codes": codes, "seconds": round(seconds, 1)}
             self._state_file.write_text(json.dumps(self.state, indent=1) + "\n")
-            print(f"{time.monotonic() - begun:.0f} s: {stage.name} took {seconds:.0f} s, exits {codes}", flush=True)
+            rest = f", cut off: {', '.join(cut)}" if cut else ""
+            at = f"{time.monotonic() - begun:.0f} s"
+            print(f"{at}: {stage.name} took {seconds:.0f} s, exits {codes}{rest}", flush=True)
         return int(any(code != 0 for stage in self.state.values() for code in stage["codes"].values()))
 
     def _run(self, stage):
@@ -119,11 +132,15 @@ class Run:
             _end(running.values())
         return codes, time.monotonic() - begun
 
+    def _progress(self, stage, program):
+        return self.folder / "logs" / f"{stage.name}-{program.name}.done"
+
     def _start(self, stage, program):
+        progress.begin(self._progress(stage, program))
         variables = {
             **program.variables(), **_ENVIRONMENT, "PYTHONUNBUFFERED": "1",
             "TDKERNELS_CACHE_DIR": str(self.folder / "tuned"),
-            progress.VARIABLE: str(self.folder / "logs" / f"{stage.name}-{program.name}.done"),
+            progress.VARIABLE: str(self._progress(stage, program)),
         }
         with open(self.folder / "logs" / f"{stage.name}-{program.name}.log", "a") as log:
             return subprocess.Popen(

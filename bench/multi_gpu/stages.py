@@ -79,7 +79,7 @@ def _groups(gpus, size):
 
 
 def _dense(gpus):
-    """Return the stages of issue "dense": tuning, measurements, and the predictions of solo mode."""
+    """Return the stages of the dense operators: tuning, measurements, and the predictions of solo mode."""
     both = [f"--shape={8192}x{n}x{k}" for n, k in _SIZES]
     tune = {"limited": False, "out": False}
     yield Stage("tune-models", 240, (_tdkernels("tune", *_MODELS, "--tokens", "8192,2048,64", log="tune", **tune),))
@@ -88,20 +88,21 @@ def _dense(gpus):
     for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
         shapes = "--shapes", "llama-70b,llama-8b" + ",seed" * (operator != "gemm_ar"), "--rounds", "5", "--cuda-graph"
         yield Stage(f"bench-{operator}", 80, (_tdkernels("bench", operator, *shapes, "--backward"),))
-    yield Stage("solo", 90, tuple(_solo(gpus)))
+    programs = list(_solo(gpus))
+    for number in range(0, len(programs), gpus):
+        yield Stage(f"solo-{number // gpus + 1}", 90, tuple(programs[number : number + gpus]))
 
 
 def _solo(gpus):
-    """Yield one program per GPU: the models' layers as one of all ranks and with a modelled link."""
+    """Yield programs for the GPUs in turn: the models' layers as one of all ranks and with a modelled link."""
     shapes = {"ag_gemm": [(57344, 8192), (10240, 8192), (28672, 4096), (6144, 4096)],
               "gemm_rs": [(8192, 28672), (8192, 8192), (4096, 14336), (4096, 4096)]}
     problems = [(operator, f"8192x{n}x{k}") for operator, sizes in shapes.items() for n, k in sizes]
-    for gpu in range(gpus):
-        for operator, sizes in problems[gpu::gpus]:
-            yield _tdkernels(
-                "bench", operator, "--solo", str(gpus), "--link", _WIRE_GBPS, "--shapes", sizes, "--rounds", "5",
-                log=f"solo-{operator}-{sizes}", gpus=(gpu,),
-            )
+    for number, (operator, sizes) in enumerate(problems):
+        yield _tdkernels(
+            "bench", operator, "--solo", str(gpus), "--link", _WIRE_GBPS, "--shapes", sizes, "--rounds", "5",
+            log=f"solo-{operator}-{sizes}", gpus=(number % gpus,),
+        )
 
 
 def _models():
@@ -159,9 +160,13 @@ def _others(gpus):
 
 
 def _faults(gpus):
-    """Return the stage of faults: the chaos campaigns, and kernels with planted races, on GPUs of their own."""
-    half = gpus // 2
-    first, second = tuple(range(half)), tuple(range(half, gpus))
-    chaos = _module("tests.chaos", "--device", "cuda", "--ranks", f"2,{half}" if half > 2 else "2", gpus=first)
-    mutants = _module("tests.sanitizer.on_gpus", "--jobs", str(max(half // 3, 1)), gpus=second, log="mutants")
-    yield Stage("faults", 130, (chaos, mutants))
+    """Return the stages of faults: the chaos campaigns, and kernels with planted races, which need three GPUs."""
+    ranks = "2" if gpus < 4 else f"2,{min(gpus, 8) // 2}"
+    limits = "--cases", "60", "--warm-up-seconds", "60", "--seconds", "40"  # the time of the warm-up does not count
+    yield Stage("chaos", 130, (
+        _module("tests.chaos", "--device", "cuda", "--ranks", ranks, *limits, limited=False, log="chaos"),
+    ))
+    if gpus >= 3:
+        yield Stage("mutants", 150, (
+            _module("tests.sanitizer.on_gpus", "--jobs", str(max(gpus // 4, 1)), log="mutants"),
+        ))

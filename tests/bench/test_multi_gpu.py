@@ -1,6 +1,12 @@
 """The runner of the benchmarks for several GPUs, with stages that need none."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +18,7 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.table import Entry, to_json
 from tdkernels.cli.parser import make_parser
 
+ROOT = Path(__file__).parents[2]
 _APPEND = "import sys; open(sys.argv[1], 'a').write('x')"
 
 
@@ -38,6 +45,47 @@ def test_program_that_is_cut_off_is_repeated(tmp_path):
     assert file.read_text() == "xx"
 
 
+def test_program_that_stops_at_its_limit_is_repeated(tmp_path, capsys):
+    """A program that leaves out cases exits with 0. The next run measures only the rest."""
+    code = (
+        "from bench.core import progress; cases = progress.left(['a', 'b'])\n"
+        "progress.add(cases[0]); print(cases, flush=True)\n"
+        "if len(cases) > 1: progress.cut_off()"
+    )
+    stage = Stage("some", 20, (_python("p", code),))
+    Run(tmp_path, None).all([stage])
+    assert not Run(tmp_path, None).state["some"]["finished"]
+    assert "cut off: p" in capsys.readouterr().out
+    Run(tmp_path, None).all([stage])
+    assert Run(tmp_path, None).state["some"]["finished"]
+    assert (tmp_path / "logs" / "some-p.log").read_text() == "['a', 'b']\n['b']\n"
+
+
+def test_programs_end_with_the_runner(tmp_path):
+    code = (
+        "import bench.multi_gpu.__main__ as runner\nfrom bench.multi_gpu.stages import Program, Stage\n"
+        "sleep = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "runner.torch.cuda.device_count = lambda: 2\n"
+        "runner.stages = lambda gpus: [Stage('s', 60, (Program('p', ('-c', sleep), limited=False, out=False),))]\n"
+        f"runner.main(['--out', {str(tmp_path)!r}])"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    log = tmp_path / "logs" / "s-p.log"
+    wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+    pid = int(log.read_text())
+    runner.terminate()
+    assert runner.wait(timeout=20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def wait_for(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_failed_program_is_reported_and_not_repeated(tmp_path):
     stage = Stage("bad", 20, (_python("a", "raise SystemExit(3)"),))
     assert Run(tmp_path, None).all([stage]) == 1
@@ -59,14 +107,17 @@ def test_programs_get_their_gpus_and_a_cache_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_commands_are_valid(gpus):
-    """The arguments of every command of tdkernels are accepted, and the GPUs exist."""
+    """The arguments of every command of tdkernels are accepted, and programs do not share GPUs."""
     names = set()
     for stage in stages(gpus):
         assert stage.name not in names
         names.add(stage.name)
+        used = [gpu for program in stage.programs for gpu in program.gpus or range(gpus)]
+        assert len(used) == len(set(used)) and max(used) < gpus, f"programs of {stage.name} share a GPU"
         for program in stage.programs:
             command = program.command("out", stage.seconds)[1:]
-            assert program.gpus is None or max(program.gpus) < gpus
+            if "--nproc" in command:
+                assert int(command[command.index("--nproc") + 1]) == len(program.gpus)
             if command[:2] == ["-m", "tdkernels"]:
                 make_parser("0").parse_args(command[2:])
 

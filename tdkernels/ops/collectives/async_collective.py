@@ -56,6 +56,7 @@ class AsyncCollective:
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
         self._stream: Any = None  # the caller's stream, set by ``begin``
+        self._events: Any = None  # for the work of the caller so far, and for that on the side stream; set by ``begin``
         self._has_sent = False  # whether the side stream has work of this call that ``_join`` has not waited for
 
     def __enter__(self):
@@ -73,6 +74,9 @@ class AsyncCollective:
     def begin(self) -> None:
         """Enqueue a barrier: wait on the device until every peer has reached this call."""
         self._stream = self.workspace.before_launch()
+        if self.device.type == "cuda":
+            # All calls record the same events, because creating one takes as long as recording it.
+            self._events = self._cached("events", lambda: (torch.cuda.Event(), torch.cuda.Event()))
         try:
             self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
         except BaseException as error:  # this rank may have signaled its peers already
@@ -111,14 +115,6 @@ class AsyncCollective:
                 torch.cuda.set_device(current)
         sent.record(side)
         self._has_sent = True
-
-    @property
-    def _events(self):
-        """Events for the work of the caller so far, and for the work on the side stream.
-
-        All calls record the same two, because creating an event takes as long as recording one.
-        """
-        return self._cached("events", lambda: (torch.cuda.Event(), torch.cuda.Event()))
 
     def _join(self):
         """Make the current stream wait until this rank's data has been sent, but not for data of the peers."""

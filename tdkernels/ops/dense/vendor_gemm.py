@@ -5,10 +5,10 @@ import torch
 from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
-# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. It took 0.38 ms for 2
-# H200 and 0.51 for 4 (ag_gemm), 0.30 and 0.39 (gemm_rs). At these rates of an H200 a GPU takes at least that long for a
-# call that is worth its launches.
-_HOST_S, _HOST_OF_PEER_S, _FLOPS, _LINK = 0.3e-3, 0.065e-3, 750e12, 330e9
+# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. ag_gemm took it 0.37 to
+# 0.56 ms for 2 H200 and 0.50 to 0.99 for 4. A GPU takes at least that long for a call that is worth its launches,
+# at these rates of an H200.
+_HOST_S, _HOST_OF_PEER_S, _FLOPS, _LINK = 0.3e-3, 0.095e-3, 750e12, 330e9
 
 
 def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -40,7 +40,8 @@ def product_of(
     """Return x @ weight.T. For scaled operands, x are the rows of the scaled x from ``first_row`` on."""
     if scales is not None:
         return scaled_linear(x, weight, None, scales.of_rows(first_row, x.shape[0]))
-    return torch.mm(x, weight.t())
+    # Under autocast, torch.mm without ``out`` would cast the operands.
+    return torch.mm(x, weight.t(), out=x.new_empty(x.shape[0], weight.shape[0]))
 
 
 def is_worth_its_launches(flops: float, wire_bytes: int, ranks: int, least_s: float | None = None) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tdkernels.ops.dense.vendor_gemm import cut, is_worth_its_launches, rows_of
+from tdkernels.ops.dense.vendor_gemm import cut, is_worth_its_launches, product_of, rows_of
 
 
 def worth_of_ag_gemm(ranks, m, n, k):
@@ -13,11 +13,18 @@ def worth_of_ag_gemm(ranks, m, n, k):
 
 def test_more_ranks_need_larger_calls():
     """Whether calls are pipelined that the GPU finishes before, or after, the host could launch them (H200)."""
-    assert worth_of_ag_gemm(4, 8192, 6144, 4096)  # 0.52 ms pipelined, 0.61 otherwise
-    assert not worth_of_ag_gemm(8, 8192, 6144, 4096)
-    assert worth_of_ag_gemm(8, 8192, 10240, 8192)
-    assert not worth_of_ag_gemm(4, 2048, 10240, 8192)
+    assert worth_of_ag_gemm(2, 8192, 6144, 4096)  # 0.76 ms at the rates of the estimate
+    assert not worth_of_ag_gemm(4, 8192, 6144, 4096)  # 0.58 ms
+    assert not worth_of_ag_gemm(8, 8192, 6144, 4096)  # 0.49 ms
+    assert worth_of_ag_gemm(8, 8192, 10240, 8192)  # 1.08 ms
     assert is_worth_its_launches(0.0, 10**6, 2, least_s=0.0)
+
+
+def test_autocast_casts_no_operand():
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = product_of(x, weight)
+    assert torch.equal(y, x @ weight.t())
 
 
 @pytest.mark.parametrize("rows, pieces, expected", [

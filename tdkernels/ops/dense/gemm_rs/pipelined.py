@@ -64,5 +64,6 @@ def send_products(
         owner = (scatter.rank + step) % ranks
         for piece, (first, count) in enumerate(spans):
             part = product_of(rows_of(by_owner[owner], first, count), weight, scales, owner * rows + first)
+            assert part.dtype == dtype, "the offsets below are for another dtype"
             scatter.send(owner, part, piece, offset=first * n * dtype.itemsize)
     return product_of(by_owner[scatter.rank], weight, scales, scatter.rank * rows)
