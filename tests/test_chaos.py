@@ -97,6 +97,30 @@ def test_bugs_found_by_the_campaign(ranks, changes):
     assert "PeerTimeoutError" in outcomes, campaign.describe(case)
 
 
+@pytest.mark.parametrize("cold", [False, True])  # cold: the number of launches of a call is not known
+def test_stop_after_the_last_launch_delays_the_next_call(ranks, cold):
+    changes = dict(fault="stop", faulty=1, at=1, moment=0.999, counted_in="launches", pause=0.6, backward=False)
+    plan = dataclasses.replace(_control("all_reduce one_shot", **changes), cold=cold, timeouts=(10.0, 10.0))
+    case = campaign.play_case(ranks[2], plan)
+    outcomes = [[outcome for _, outcome, _, _ in report["log"]] for report in case["ranks"]]
+    assert outcomes == [["correct"] * 3] * 2 and campaign.fault_happened(case), campaign.describe(case)
+    assert case["ranks"][0]["log"][2][2] > 0.4, "the healthy rank waits for the stopped rank"
+
+
+@pytest.mark.parametrize("fault, outcome, stop_time, happened", [
+    ("kill", "correct", None, False), ("kill", "PeerTimeoutError", None, True), ("kill", "not reported", None, True),
+    ("stop", "correct", None, False), ("stop", "correct", 4.0, True), ("stop", "correct", 6.0, False),
+    ("stop", "PeerTimeoutError", 4.0, True),
+])
+def test_faults_after_the_last_healthy_call_are_not_counted(fault, outcome, stop_time, happened):
+    plan = dataclasses.replace(_control("all_reduce one_shot"), fault=fault, faulty=1)
+    healthy = {"rank": 0, "log": [(0, outcome, 0.1, "")], "faulty": False, "triggered": False, "end_time": 5.0,
+               "timeout": 1.0, "allowance": 0.0, "stop_time": None}
+    faulty = {"rank": 1, "log": [(0, "correct", 0.1, "")], "faulty": True, "triggered": True, "stop_time": stop_time}
+    summary = campaign.summarize([{"plan": plan, "ranks": [healthy, faulty]}])
+    assert summary["cases_in_which_the_fault_happened"] == {fault: happened}
+
+
 def play_with_stale_data(plan):
     """Give rank 1 the operands of call 2 in call 1, as if a peer had received the data of another call."""
     with pytest.MonkeyPatch.context() as patch:
@@ -197,13 +221,21 @@ def test_options_change_plans_and_defaults_do_not():
         assert plan.world_size in (4, 8) and plan.operator in ("gemm_ar", "all_reduce") and plan.fault != "raise"
         assert len(plan.timeouts) == plan.world_size > max(plan.faulty, plan.ahead or 0)
         assert plan.fault != "ids", "these operators have no ids"
+        assert plan.fault not in ("kill", "stop") or plan.counted_in == "launches"
     assert {plan_of(seed, "cuda", (4, 8)).world_size for seed in (*range(9), LATE_SEEDS, LATE_SEEDS + 3)} == {4, 8}
     with pytest.raises(ValueError, match="three ranks"):
         plan_of(LATE_SEEDS, world_sizes=(2,))
 
 
+class KillsAtLaunches(campaign.Campaign):
+    """A campaign whose kills come before the first launch of a call, as they can on GPUs."""
+
+    def plan(self, seed):
+        return dataclasses.replace(super().plan(seed), counted_in="launches", moment=0.0, ahead=None)
+
+
 def test_campaign_on_four_ranks(ranks, tmp_path):  # the fixture makes the ranks fork
-    played = campaign.Campaign("cpu", (4,), ("all_reduce",))
+    played = KillsAtLaunches("cpu", (4,), ("all_reduce",))
     plans = map(played.plan, range(1000))
     first = next(plan.seed for plan in plans if plan.fault == "none" and played.plan(plan.seed + 1).fault == "kill")
     args = parse(["--device", "cuda", "--ranks", "4", "--seed", str(first), "--out", str(tmp_path), "--add"])
@@ -215,6 +247,8 @@ def test_campaign_on_four_ranks(ranks, tmp_path):  # the fixture makes the ranks
     assert saved.path.name == "chaos-cuda.json" and summary["cases_by_world_size"] == {"4": 2}
     assert not summary["bad"] and not summary["skipped"], summary
     assert summary["calls_by_fault"]["kill, faulty rank"] == {"killed": 1}
+    assert summary["calls_by_fault"]["kill, healthy ranks"]["PeerTimeoutError"] == 3  # ranks
+    assert summary["cases_in_which_the_fault_happened"] == {"none": 1, "kill": 1}
     total = campaign.Summary(args, played).write()  # --add
     assert total["cases_by_world_size"] == {"4": 4} and total["revisions"] == summary["revisions"]
 

@@ -14,7 +14,7 @@ from bench.run import revision
 from tdkernels import launch
 from tdkernels.launch import RankError, RankPool
 from tests.chaos.plan import names_of, plan_of
-from tests.chaos.play import BAD, play, use_device, warm_all_shapes
+from tests.chaos.play import BAD, CORRECT, play, use_device, warm_all_shapes
 from tests.support import forked_ranks
 from tests.support.ranks import ASKED, _call
 
@@ -225,6 +225,19 @@ def bad_outcomes(case):
     ]
 
 
+def fault_happened(case):
+    """Return whether the fault of a case happened; a kill or a stop, while a healthy rank still had calls to make."""
+    fault = case["plan"].fault
+    if fault not in ("kill", "stop"):
+        return fault == "none" or any(report["triggered"] for report in case["ranks"])
+    healthy = [report for report in case["ranks"] if not report["faulty"]]
+    if any(outcome != CORRECT for report in healthy for _, outcome, _, _ in report["log"]):
+        return True
+    # Every call after a kill needs the dead rank. Calls after a stop may succeed, so their times decide.
+    stops = [report["stop_time"] for report in case["ranks"] if report.get("stop_time") is not None]
+    return fault == "stop" and any(stop < report.get("end_time", 0.0) for stop in stops for report in healthy)
+
+
 def describe(case):
     """Return lines of text that describe the outcome on each rank."""
     plan = case["plan"]
@@ -244,7 +257,7 @@ def summarize(cases):
     by_world_size = Counter(case["plan"].world_size for case in cases)
     for case in cases:
         plan = case["plan"]
-        happened[plan.fault] += plan.fault == "none" or any(report["triggered"] for report in case["ranks"])
+        happened[plan.fault] += fault_happened(case)
         for report in case["ranks"]:
             kind = "faulty rank" if report["faulty"] else "healthy ranks"
             for number, outcome, seconds, text in report["log"]:

@@ -28,7 +28,8 @@ class Plan:
         cold: whether the first call is made under the fault; otherwise the ranks warm up first.
         timeouts: of each rank, in seconds.
         faulty, fault, at: the faulty rank, its fault, and the number of the faulty call.
-        moment: position of the fault in the call, from 0 to 1; precise: counted in stores of kernels, not in time.
+        moment: position of the fault in the call, from 0 to 1.
+        counted_in: what ``moment`` of a kill or a stop counts: "stores" of kernels, "launches" or "time".
         pause: duration of a stop or a delay in seconds.
         ahead: the rank whose host does not check for recorded errors between calls, or None.
     """
@@ -47,7 +48,7 @@ class Plan:
     fault: str
     at: int
     moment: float
-    precise: bool
+    counted_in: str
     pause: float
     ahead: int | None
 
@@ -84,7 +85,7 @@ def _late_plan(seed, rng, timeout, backward, world_sizes, names):
     timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(world_size))
     return Plan(
         seed, world_size, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False,
-        timeouts, faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
+        timeouts, faulty, "delay", rng.randrange(5), 0.0, "time", round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
     )
 
 
@@ -113,9 +114,11 @@ def plan_of(seed, device="cpu", world_sizes=WORLD_SIZES, operators=()):
     pause = round(timeout * rng.uniform(0.5, 1.5), 2)
     ahead = rng.randrange(world_size) if rng.random() < 0.3 else None
     patient = rng.random() < 0.5
-    moment, precise, backward = rng.random(), rng.random() < 0.6, rng.random() < 0.6
+    moment, counted_in = rng.random(), "stores" if rng.random() < 0.6 else "time"
+    backward = rng.random() < 0.6
     if device != "cpu":
-        timeout, pause, precise = timeout + 0.5, pause + 0.5, False
+        # All calls of a GPU can end within the time in which a process starts that sends a signal.
+        timeout, pause, counted_in = timeout + 0.5, pause + 0.5, "launches"
         fault = "between" if fault == "raise" else fault
     elif ahead is not None:
         if _waits_for_device(name) or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
@@ -128,7 +131,7 @@ def plan_of(seed, device="cpu", world_sizes=WORLD_SIZES, operators=()):
     timeouts = [3 * timeout if patient and ahead not in (None, rank) else timeout for rank in range(world_size)]
     return Plan(
         seed, world_size, name, operator, shape, other, backward and "halves" not in name, calls, cold, tuple(timeouts),
-        faulty, fault, at, moment, precise, pause, ahead,
+        faulty, fault, at, moment, counted_in, pause, ahead,
     )
 
 

@@ -39,27 +39,42 @@ class Interrupt(Exception):
 
 
 class Moments:
-    """Count the launches and, on CPU ranks, the stores of kernels; call ``act`` at one of them."""
+    """Count the launches and, on CPU ranks, the stores of kernels; call ``act`` at one of them.
+
+    Attributes:
+        after_launch: call ``act`` after the launch with the number ``at_launch``, not before it.
+        at_end: call ``act`` at the end of the call if the call has fewer launches.
+    """
 
     def __init__(self):
         self.launches = self.stores = 0
         self.at_launch = self.at_store = self.act = None
+        self.after_launch = self.at_end = False
 
     def _launch(self, original, *args, **kwargs):
         self.launches += 1
-        if self.act is not None and self.launches == self.at_launch:
+        is_chosen = self.launches == self.at_launch
+        if is_chosen and not self.after_launch:
             self._act()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if is_chosen and self.after_launch:
+            self._act()
+        return result
 
     def _store(self, original, *args, **kwargs):
         self.stores += 1
-        if self.act is not None and self.stores == self.at_store:
+        if self.stores == self.at_store:
             self._act()
         return original(*args, **kwargs)
 
     def _act(self):
         act, self.act = self.act, None
-        act()
+        if act is not None:
+            act()
+
+    def end_call(self):
+        if self.at_end:
+            self._act()
 
     @contextlib.contextmanager
     def counted(self):
@@ -85,12 +100,13 @@ class Player:
         self.timeout, self.pause = plan.timeouts[self.rank], plan.pause
         self.is_faulty = self.rank == plan.faulty and plan.fault != "none"
         self.on_cpu = device().type == "cpu"
-        # On a GPU the hosts of all ranks run ahead; on the CPU one host is made to.
+        # On GPUs the hosts of all ranks run ahead. On CPU ranks one host does, because it does not check for errors.
         self.ahead = plan.ahead is not None and (not self.on_cpu or plan.ahead == self.rank)
         self.moments, self.helpers = Moments(), []
         self.warm_s, self.longest_warm, self.warm_launches, self.warm_stores = 0.0, 0.0, 4, 20
         self.log, self.waiting = [], []  # outcomes; calls whose results are checked at the end
         self.triggered = False
+        self.stop_time, self.end_time = None, 0.0  # of a stop of this rank; of its last call
 
     # ---- calls ----
 
@@ -130,7 +146,9 @@ class Player:
         if self.ahead:
             self._check_at_end(ended)
         for helper in self.helpers:
-            helper.wait()
+            printed, _ = helper.communicate()
+            if printed:
+                self.stop_time = float(printed)
         self.waiting.clear()
 
     def _scale_times(self):
@@ -171,13 +189,14 @@ class Player:
             try:
                 for _ in problem.steps(self.plan.backward):
                     before = number_of_launches()
+                self.moments.end_call()
                 if not self.ahead:
                     tdkernels.synchronize()
                 error = None
             except Exception as raised:
                 error = _without_frames(raised)
             seconds = time.monotonic() - start
-            self.moments.act = None
+            self.end_time, self.moments.act = time.time(), None
         return error, seconds, number_of_launches() > before
 
     def _must_raise(self, number, problem):
@@ -201,6 +220,7 @@ class Player:
             tdkernels.synchronize()
         except Exception as raised:
             error = _without_frames(raised)
+        self.end_time = time.time()
         for number, problem in self.waiting:
             if error is None and ended is None:
                 self._record(number, 0.0, *self._judge(problem, None, 0.0))
@@ -256,17 +276,25 @@ class Player:
         elif plan.fault == "between":
             moments.at_launch = 1 + int(plan.moment * self.warm_launches)
             moments.act = lambda: (self._trigger(), _raise())
-        elif plan.fault in ("kill", "stop") and plan.precise and self.on_cpu:
+        elif plan.fault in ("kill", "stop") and plan.counted_in == "stores":
             self._at_a_store(self._kill if plan.fault == "kill" else self._stop)
+        elif plan.fault in ("kill", "stop") and plan.counted_in == "launches":
+            self._at_a_launch(self._kill if plan.fault == "kill" else self._stop)
         elif plan.fault in ("kill", "stop"):
             signals = "-KILL" if plan.fault == "kill" else "-STOP"
             after = plan.moment * max(self.warm_s, 0.05)
             resume = f"; sleep {self.pause:.3f}; kill -CONT {os.getpid()}" if plan.fault == "stop" else ""
-            self._run_in_background(f"sleep {after:.3f}; kill {signals} {os.getpid()}{resume}")
+            self._run_in_background(f"sleep {after:.3f}; date +%s.%N; kill {signals} {os.getpid()}{resume}")
 
     def _at_a_store(self, *acts):
         self.moments.at_store = 1 + int(self.plan.moment * self.warm_stores)
         self.moments.act = lambda: [act() for act in reversed(acts)]
+
+    def _at_a_launch(self, act):
+        """Act before or after a launch; on a GPU the kernel may still run after it."""
+        position, moments = self.plan.moment * self.warm_launches, self.moments
+        moments.at_launch, moments.after_launch = 1 + int(position), position % 1 >= 0.5
+        moments.act, moments.at_end = act, True
 
     def _trigger(self):
         self.triggered = True
@@ -276,11 +304,13 @@ class Player:
 
     def _stop(self):
         self._run_in_background(f"sleep {self.pause:.3f}; kill -CONT {os.getpid()}")
+        self.stop_time = time.time()
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _run_in_background(self, command):
-        """Run a shell command in the background: a stopped rank cannot continue itself."""
-        self.helpers.append(subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL))
+        """Run a shell command in the background: a stopped rank cannot continue itself. It may print the stop time."""
+        helper = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        self.helpers.append(helper)
 
 
 def _raise():
@@ -341,7 +371,7 @@ def play(plan):
         report = {
             "rank": player.rank, "log": player.log, "triggered": player.triggered, "warm": player.longest_warm,
             "timeout": player.timeout, "faulty": player.is_faulty, "ahead": player.ahead, "broken": broken,
-            "allowance": getattr(player, "allowance", 0.0),
+            "allowance": getattr(player, "allowance", 0.0), "stop_time": player.stop_time, "end_time": player.end_time,
             "gpu": torch.cuda.get_device_name(device()) if device().type == "cuda" else None,
         }
         del group, player
