@@ -16,8 +16,7 @@ see ``failure``.
 import copy
 import itertools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -26,18 +25,15 @@ from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
 from tdkernels.rounding import round_up
 from tdkernels.symm import shared_settings, timeout
-from tdkernels.symm.early_error import raise_early_errors
 from tdkernels.symm.factory import make_buffer
-from tdkernels.symm.failure import host_words
-from tdkernels.symm.group import group_state, in_step, live_states, states
+from tdkernels.symm.group import group_state, live_states, states
+from tdkernels.symm.mailbox import Mailbox
 from tdkernels.symm.record import Table
 
 _WORD = 8
 _ALIGN = 256
-_NOTE_WORDS = 5  # see lang.host_error
 _PLANS = 1 << words.PLAN_BITS.value  # a plan id is the low part of a signal
 _MAX_LAUNCHES = 4096  # a bound, because shapes may change without end
-_MAX_CALLS = 64  # to which a note may belong: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
 
 
@@ -55,7 +51,7 @@ def words_bytes(half_signals: int) -> int:
     return round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
 
 
-class Workspace:
+class Workspace(Mailbox):
     """Symmetric buffer of one group on one device, for the launches of one family of kernels. See ``get_workspace``.
 
     Attributes:
@@ -63,10 +59,6 @@ class Workspace:
         buffer: The SymmetricBuffer, or None before the first ``prepare``.
         launches: A cache for launches and other objects derived from the buffer. It is cleared when the buffer grows.
         pending: Data that was sent and not yet received, or None. It is also cleared.
-        error_of_note: Converts a kernel's note to an exception: called with the workspace's name, the kind and three
-            numbers. It is used for calls without ``expect_note``.
-        note_call: The number of the latest call of ``expect_note``, which kernels store in their notes.
-        may_have_early_errors: Whether a note may be an error that a peer has raised at once, see ``early_error``.
     """
 
     max_plans = _PLANS
@@ -74,24 +66,15 @@ class Workspace:
     def __init__(self, state, device, name, halves=2, across_nodes=False):
         if not across_nodes:
             refuse_nodes(name, state)
-        self.group = state
-        self.device = device
-        self.name = name
+        super().__init__(state, device, name)
         self.halves = halves
-        self.rank, self.world_size = state.rank, state.world_size
         if self.world_size > words.MAX_RANKS.value:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
         self._forget_launches()
-        self.error_of_note = None
-        self.note = None
-        self.note_call = 0
-        self.may_have_early_errors = False
-        self._notes_of_calls = OrderedDict()
         self._plans = {}  # (operator, fields) of a plan -> its id
         self._retired = []
-        self._captured = False
         self._broken = None
         self._is_open = False
         self._copies = False
@@ -191,9 +174,7 @@ class Workspace:
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
-        if self.note is None:  # one for all buffers, so that growing loses no note
-            self.note = host_words(_NOTE_WORDS, self.device)
-            self._note_words = self.note.numpy()
+        self._make_note()
         self.timeout_s = timeout.get_timeout()
         table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
@@ -236,7 +217,6 @@ class Workspace:
         The first call is collective, and waits for earlier calls: they do not check their peers when they end.
         """
         if not self._copies:
-            raise_early_errors(self.group)
             self._end_use()
             self._copies = True
 
@@ -303,56 +283,6 @@ class Workspace:
             raise copy.copy(broken)  # a raised error keeps the frames that it passes through, and their objects
         if self.note is not None and self._note_words[0]:
             self._raise_note(self.note_call if in_call else None)
-
-    def expect_note(self, error_of_note: Callable[..., Exception], may_be_early: bool = False) -> None:
-        """Begin a call whose kernel may write a note (``lang.host_error``), and raise the note of an earlier call.
-
-        ``error_of_note`` is called as the attribute of that name. On a GPU the note may arrive after later calls, so it
-        is kept for the latest 64 calls. The kernel receives ``note_call`` as an argument and stores it in its note.
-        ``may_be_early``: whether a rank may raise the error at once, see ``early_error``.
-        """
-        self.note_call += 1
-        self.may_have_early_errors |= may_be_early
-        self._notes_of_calls[self.note_call] = error_of_note
-        # A captured CUDA graph may be replayed at any time.
-        if len(self._notes_of_calls) > _MAX_CALLS and not self._captured:
-            self._notes_of_calls.popitem(last=False)
-        self.check()
-
-    def raise_early_error(self, call: int) -> None:
-        """Raise the error of a kernel's note if it is an early error. ``call``: see ``_raise_note``."""
-        if self.note is not None and self._note_words[0] and getattr(self._read_note()[0], "is_early", False):
-            # Launches of a later call of this workspace may have passed the rank that has left the call.
-            self._raise_note(call if call == self.note_call else 0)
-
-    def _read_note(self):
-        """Return the exception for a kernel's note (``lang.host_error``), and the number of its call."""
-        kind, *numbers, number = self._note_words.tolist()
-        error_of_note = self._notes_of_calls.get(number, self.error_of_note)
-        return in_step(error_of_note(self.name, kind, *numbers)), number
-
-    def _raise_note(self, call):
-        """Raise the exception for a kernel's note, once.
-
-        If all ranks raise it in its own call, or between two calls, the group stays usable. A rank that raises the note
-        of an earlier call does not make its current call. Its peers may have made it, and would pair it with this
-        rank's next call, so the group becomes unusable.
-
-        ``call``: the number of the call that raises it, 0 for a call without a number, or None between two calls.
-        """
-        try:
-            error, number = self._read_note()
-        finally:
-            self._note_words[0] = 0
-        if call is not None and call != number and self.world_size > 1:
-            self.group.break_off(
-                RuntimeError(
-                    f"{error}; rank {self.rank} raised that in place of a later call, which its peers may have made. "
-                    "Destroy the process group and make a new one. tdkernels.synchronize() raises such an error "
-                    "between two calls, after which the group can be used"
-                )
-            )
-        raise error
 
     def post_status(self, is_waiting: bool) -> None:
         """Post or withdraw a notice at the peers on this node, see ``agreement``. The device must be idle."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tdkernels.symm.workspace as workspace_module
+import tdkernels.symm.mailbox as mailbox_module
 from tdkernels.symm import allocate, get_workspace, resolve_group
 from tdkernels.symm.backends import shm
 from tests.support.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
@@ -346,7 +346,7 @@ def retry_first_allocation():
 
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         workspace = get_workspace(group, device(), "late")
-        patch.setattr(workspace_module, "host_words", no_memory)
+        patch.setattr(mailbox_module, "host_words", no_memory)
         with pytest.raises(torch.OutOfMemoryError, match="not even for these"):
             workspace.prepare("op", {"n": 1}, 100, 3)
         patch.undo()

@@ -64,8 +64,11 @@ class CountedRouting(Routing):
     def __post_init__(self):
         self.launch_key = self.shape, self.slots, self.config
 
-    def part_of_call(self):
-        return part_of_call(group_state(self.group), self.counts_in, self.note_call)
+    def part_of_call(self, state=None):
+        return part_of_call(state or group_state(self.group), self.counts_in, self.note_call)
+
+    def dismiss_error(self):
+        group_state(self.group).workspaces[self.counts_in, self.splits.device].dismiss_note(self.note_call)
 
     def dispatch(self, x, *, scales=None, weights=None, quantize=False):
         tensors = launch.prepare_dispatch(self, x, scales, weights, quantize)

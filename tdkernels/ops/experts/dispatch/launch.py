@@ -133,7 +133,7 @@ def new_dispatch(
     }
     staging = routing.dispatch_staging(row_bytes, scale_row_bytes)
     fields = with_config(fields, routing.config)
-    with routing.part_of_call():
+    with routing.part_of_call(workspace.group):
         plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)
@@ -210,7 +210,7 @@ def _new_combine(workspace, routing, tensors, phase, config, operands):
     }
     staging = routing.combine_staging(rows.shape[1] * rows.element_size(), tensors.per_expert)
     fields = with_config(fields, config)
-    with routing.part_of_call():
+    with routing.part_of_call(workspace.group):
         plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)

@@ -1,6 +1,5 @@
 """Selection of the dispatch strategy, a subclass of ``Routing``, by the config, the shapes and the bounds of a call."""
 
-import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,8 +11,6 @@ from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency, plan_
 from tdkernels.ops.experts.dispatch.request import RoutePlan
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, with_capacity
 from tdkernels.ops.experts.dispatch.torch_backend import route_by_torch, routing_by_torch
-from tdkernels.symm.early_error import raise_early_errors
-from tdkernels.symm.group import group_state
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +77,7 @@ def refuse_too_many(
 
 def raise_too_many(request: "DispatchRequest", routing: "Routing") -> NoReturn:
     """Raise ValueError on the rank with too many tokens, after it has sent its error code with ``routing``."""
-    # The rank's own kernel reports the error, too. If a later call raised it, this rank would skip that call.
-    with contextlib.suppress(ValueError), routing.part_of_call():
-        raise_early_errors(group_state(request.group))
+    routing.dismiss_error()
     what = "rows" if request.by_source else "tokens"
     raise own_too_many(request.operator, request.x, what, request.max_tokens_per_rank)
 

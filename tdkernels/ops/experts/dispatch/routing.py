@@ -14,7 +14,7 @@ import abc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,12 +49,19 @@ class Routing(abc.ABC):
 
     method = "fused"  # value of ``EpConfig.method``
 
-    def part_of_call(self) -> contextlib.AbstractContextManager[None]:
+    def part_of_call(self, state: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context for consensus checks with this routing, see ``symm.early_error``.
 
-        A rank with too many tokens has raised an error, and does not get this routing.
+        A rank with too many tokens has raised an error, and does not get this routing. ``state``: the GroupState, if the
+        caller has it.
         """
         return contextlib.nullcontext()
+
+    def dismiss_error(self) -> None:  # noqa: B027
+        """Ignore the error code of this rank, which its own kernel reports, too: the rank raises an error at once.
+
+        If a later call raised the error again, this rank would skip that call.
+        """
 
     @abc.abstractmethod
     def dispatch(

@@ -135,7 +135,7 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
     }
     fields = with_config(fields, routing.config)
     needed = half_bytes(slot_rows, k * x.element_size())
-    with routing.part_of_call():
+    with routing.part_of_call(workspace.group):
         plan = workspace.prepare(shape.operator, fields, needed, shape.num_experts, num_flags=shape.num_experts)
     tiles_n = cdiv(w.shape[1], tiles.block_n)
     outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)

@@ -70,7 +70,7 @@ def _prepare(workspace, routing, operands, tiles):
     }
     fields = with_config(fields, routing.config)
     needed = half_bytes(slots, n * h.element_size())
-    with routing.part_of_call():
+    with routing.part_of_call(workspace.group):
         plan = workspace.prepare(shape.operator, fields, needed, shape.world_size, num_flags=1)
     y = output_spec(h, shape.tokens, n)
     numbers = None if dots is None else output_spec(h, shape.tokens, shape.choices, dtype=torch.float32)
