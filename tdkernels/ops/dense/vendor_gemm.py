@@ -5,9 +5,9 @@ import torch
 from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
-# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. It took 0.37 to 0.56 ms
-# for 2 H200 and 0.50 to 0.99 for 4 (ag_gemm). A call is worth its launches if a GPU takes at least that long for it,
-# at these rates of an H200.
+# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. It took 0.37 to 0.56
+# ms for 2 H200 and 0.50 to 0.99 for 4 (ag_gemm). A call is worth its launches if a GPU takes at least that long for
+# it, at these rates of an H200.
 _HOST_S, _HOST_OF_PEER_S, _FLOPS, _LINK = 0.3e-3, 0.095e-3, 750e12, 330e9
 
 

@@ -52,8 +52,8 @@ class Routing(abc.ABC):
     def part_of_call(self, state: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context for consensus checks with this routing, see ``symm.early_error``.
 
-        A rank with too many tokens has raised an error, and does not get this routing. ``state``: the GroupState, if the
-        caller has it.
+        A rank with too many tokens has raised an error, and does not get this routing. ``state``: the GroupState,
+        if the caller has it.
         """
         return contextlib.nullcontext()
 
