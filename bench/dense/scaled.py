@@ -17,7 +17,6 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -25,13 +24,14 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
 import tdkernels
-from bench.core import graphs, harness, progress
+from bench.core import graphs, harness
+from bench.core.each_case import measure_all
 from bench.core.row_files import append
 from bench.run import revision
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.launch import RankError, RankPool, pick_device, rank_device
+from tdkernels.launch import RankPool, pick_device, rank_device
 from tdkernels.ops.common.scaled_problem import scales_of
 from tdkernels.ops.common.scaling import LAYOUTS, dequantize, multiplies_blocks, scaled_linear
 from tdkernels.solo import enter_solo_mode
@@ -241,9 +241,9 @@ def _rows(case, found):
     return rows
 
 
-def _line(case, rows):
+def _summary(rows):
     parts = [f"{row['method']} {row['ms']:.4f}" if row["ms"] else f"{row['method']} ({row['absent']})" for row in rows]
-    return f"{case}: wire {rows[0]['wire_ms']:.4f}; " + ", ".join(parts)
+    return f"wire {rows[0]['wire_ms']:.4f}; " + ", ".join(parts)
 
 
 def _options():
@@ -279,28 +279,19 @@ def main():
     options, begun = _options(), time.monotonic()
     ranks = options.solo or options.nproc or max(torch.cuda.device_count(), 2)
     device = pick_device("auto", 1 if options.solo else ranks)
+    on_gpu = device == "cuda"
+    keep = (lambda rows: append(rows, options.out, "scaled")) if on_gpu else None
+    deadline = begun + options.seconds if options.seconds else None
     with RankPool(1 if options.solo else ranks, device, timeout_s=300.0) as pool:
-        machine = pool.run(harness.machine)[0]
+        common = {**pool.run(harness.machine)[0], "git": revision()}
         if options.solo:
             pool.run(enter_solo_mode, options.solo, options.link and options.link * 1e9)
-        for case in progress.left(_cases(options, ranks, device)):
-            if options.seconds and time.monotonic() - begun > options.seconds:
-                print(f"time limit reached before {case}")
-                progress.cut_off()
-                break
-            try:
-                rows = _rows(case, pool.run(measure, case, options.burst_ms if device == "cuda" else 0)[0])
-            except RankError as err:
-                print(f"{case}: {err}", flush=True)
-                if not pool.usable:
-                    break
-                continue
-            stamp = {"git": revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-            print(_line(case, rows), flush=True)
-            if device == "cuda":
-                append([{**row, **machine, **stamp} for row in rows], options.out, "scaled")
-                progress.add(case)
-    if device == "cpu":
+
+        def rows_of(case):
+            return _rows(case, pool.run(measure, case, options.burst_ms if on_gpu else 0)[0])
+
+        measure_all(pool, list(_cases(options, ranks, device)), rows_of, common, keep, _summary, deadline)
+    if not on_gpu:
         print("CPU ranks interpret the kernels: these times are meaningless and are not written.")
 
 

@@ -12,11 +12,12 @@ from unittest import mock
 
 from bench.run import revision
 from tdkernels import launch
-from tdkernels.launch import RankError, RankPool
+from tdkernels.launch import RankError
 from tests.chaos.plan import names_of, plan_of
 from tests.chaos.play import BAD, CORRECT, play, use_device, warm_all_shapes
 from tests.support import forked_ranks
 from tests.support.ranks import ASKED, _call
+from tests.support.restarted_pool import RestartedPool
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
 # A rank that has not returned by then hangs. The waits, kernels and references of a case take a few seconds.
@@ -58,25 +59,18 @@ def use_fastest_start(device_name):
     return use_forkserver()
 
 
-class Ranks:
-    """A pool of ranks that is started by its first run, and again when it has broken."""
+class Ranks(RestartedPool):
+    """Ranks that may fail one by one."""
 
     def __init__(self, world_size, device_name):
-        self.world_size, self._device, self._pool = world_size, device_name, None
+        super().__init__(world_size, device_name, GRACE_S)
 
     def run(self, function, *args, timeout_s=CASE_TIMEOUT_S):
         """Return [(result of a rank or None, its exception or None)]."""
         try:
-            if self._pool is None or not self._pool.usable:
-                self._pool = RankPool(self.world_size, self._device, grace_s=GRACE_S)
-            self._pool.timeout_s = timeout_s
-            return [(report, None) for report in self._pool.run(_call, function, *args)]
+            return [(report, None) for report in super().run(_call, function, *args, timeout_s=timeout_s)]
         except RankError as error:
             return list(zip(error.results, error.exceptions, strict=True))
-
-    def close(self):
-        if self._pool is not None:
-            self._pool.close()
 
 
 def play_case(ranks, plan, function=play, timeout_s=CASE_TIMEOUT_S):

@@ -119,33 +119,14 @@ def run_part(args):
     return int(any(_has_error(entry["control"]) for entry in results["mutants"] if "not_planted" not in entry))
 
 
-class Ranks:
-    """A pool of ranks that is recreated after it has broken."""
-
-    def __init__(self, world_size, device_name):
-        self._world_size, self._device, self._pool = world_size, device_name, None
-
-    def run(self, function, *args, timeout_s):
-        """Return the results of all ranks, or raise RankError."""
-        from tdkernels.launch import RankPool
-
-        if self._pool is None or not self._pool.usable:
-            self._pool = RankPool(self._world_size, self._device, timeout_s=timeout_s)
-        self._pool.timeout_s = timeout_s
-        return self._pool.run(function, *args)
-
-    def close(self):
-        if self._pool is not None:
-            self._pool.close()
-
-
 def run_mutant(name, pools, args):
     """Run the control and the mutant; return the entry of the results."""
     from tests.sanitizer.mutants import MUTANTS
+    from tests.support.restarted_pool import RestartedPool
     from tests.support.variants import VARIANTS
 
     variant, start = VARIANTS[MUTANTS[name].variant], time.monotonic()
-    ranks = pools.setdefault(variant.world_size, Ranks(variant.world_size, args.device))
+    ranks = pools.setdefault(variant.world_size, RestartedPool(variant.world_size, args.device))
     entry = {"name": name, "variant": MUTANTS[name].variant, "ranks": variant.world_size}
     control = run_phase(ranks, name, False, args)
     if control["calls"] == 0:
@@ -218,21 +199,13 @@ def _about(device_name):
     import torch
     import triton
 
+    from bench.run import revision
+
     gpu = "none" if device_name == "cpu" else torch.cuda.get_device_properties(0).name
     return {
         "gpu": gpu, "num_gpus": torch.cuda.device_count(), "torch": torch.__version__, "triton": triton.__version__,
-        "git": _revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git": revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _revision():
-    def git(*command):
-        return subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "tdkernels") else "")
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
 def _results_path(folder, device_name):

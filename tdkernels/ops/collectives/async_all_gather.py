@@ -180,11 +180,11 @@ class AsyncAllGather(AsyncCollective):
     def _copy_to_all(self, own):
         shard = self.x.view(torch.uint8).view(-1)
         for slot, start, stop, peer, index, word in self._destinations:
+            if peer == self.rank and not own:
+                continue
+            self._copy(slot, shard[start:stop])
             if peer != self.rank:
-                self._copy(slot, shard[start:stop])
                 self._announce(peer, index, word)
-            elif own:
-                self._copy(slot, shard[start:stop])
 
     @property
     def _destinations(self):

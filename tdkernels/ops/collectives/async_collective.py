@@ -126,19 +126,15 @@ class AsyncCollective:
         """Copy with the copy engine; called within ``_beside``."""
         dst.copy_(src, non_blocking=True)
 
-    def _announce(self, peer, index, word=None):
-        """Set signal number ``index`` at a peer; called within ``_beside``.
+    def _announce(self, peer, index, word):
+        """Set signal number ``index`` at a peer, where it is ``word``; called within ``_beside``.
 
         On a GPU this is a copy, because a kernel might never be scheduled next to kernels that wait for its signal.
-        ``word``: the signal there, if the caller has it.
         """
-        workspace = self.workspace
         if self.device.type == "cpu":
             self._launch(notify_kernel, index, peer, self.plan, CHECK_FAILED=False)
         else:
-            if word is None:
-                word = self._cached((peer, index), lambda: workspace.signal_word(peer, index))
-            self._copy(word, self._cached("signal", workspace.signal_value))
+            self._copy(word, self._cached("signal", self.workspace.signal_value))
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel whose arguments are integers that it is not specialized on."""

@@ -21,7 +21,7 @@ from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
 from tdkernels.ops.dense.gemm_rs import pipelined
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
-from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
+from tdkernels.ops.dense.vendor_gemm import host_s_of_backward, is_worth_its_launches
 from tdkernels.ops.dense.weight_gradient import weight_gradient
 from tdkernels.runtime.torch_op import group_by_name
 from tdkernels.symm.whole_call import whole_call
@@ -43,7 +43,7 @@ def _ag_gemm_in_parts(config, dy, x, group):
     if config:
         return _method(AgGemmConfig, config) == "parts"
     ranks = group.size()
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (ranks - 1) * x.nbytes, ranks)
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (ranks - 1) * x.nbytes, host_s_of_backward(ranks))
 
 
 def _ag_gemm_config_of_dx(dy, back, group):
@@ -117,7 +117,8 @@ def _gemm_rs_in_parts(config, dz, x, keeps, group):
     if config or spans_nodes(group):
         return _method(GemmRsConfig, config) == "parts"
     ranks = group.size()
-    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (ranks - 1) * dz.nbytes, ranks)
+    flops = 4 * x.numel() * dz.shape[1]
+    return keeps and is_worth_its_launches(flops, (ranks - 1) * dz.nbytes, host_s_of_backward(ranks))
 
 
 def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):

@@ -5,10 +5,10 @@ import torch
 from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
-# The host launches the pipelined form of a backward in about _HOST_S + (W - 1) * _HOST_OF_PEER_S. It took 0.37 to 0.56
-# ms for 2 H200 and 0.50 to 0.99 for 4 (ag_gemm). A call is worth its launches if a GPU takes at least that long for
-# it, at these rates of an H200.
-_HOST_S, _HOST_OF_PEER_S, _FLOPS, _LINK = 0.3e-3, 0.095e-3, 750e12, 330e9
+# Host time of the pipelined form of a backward, and its part for each peer. It took 0.37 to 0.56 ms for 2 H200 and 0.50
+# to 0.99 for 4 (ag_gemm).
+_HOST_S, _HOST_OF_PEER_S = 0.3e-3, 0.095e-3
+_FLOPS, _LINK = 750e12, 330e9  # rates of an H200, per second
 
 
 def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -44,15 +44,17 @@ def product_of(
     return torch.mm(x, weight.t(), out=x.new_empty(x.shape[0], weight.shape[0]))
 
 
-def is_worth_its_launches(flops: float, wire_bytes: int, ranks: int, least_s: float | None = None) -> bool:
+def host_s_of_backward(ranks: int) -> float:
+    """Return about how long the host takes to launch the pipelined form of a backward, in seconds."""
+    return _HOST_S + (ranks - 1) * _HOST_OF_PEER_S
+
+
+def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float) -> bool:
     """Return whether a call is so large that the pipelined form is faster. The result is equal on all ranks.
 
     Args:
         flops: Floating-point operations of a rank.
         wire_bytes: Bytes that a rank receives.
-        ranks: The number of ranks.
-        least_s: Threshold in seconds; None uses the threshold of a backward.
+        least_s: The least time that a GPU must take, in seconds.
     """
-    if least_s is None:
-        least_s = _HOST_S + (ranks - 1) * _HOST_OF_PEER_S
     return flops / _FLOPS + wire_bytes / _LINK >= least_s

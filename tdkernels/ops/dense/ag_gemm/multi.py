@@ -78,9 +78,8 @@ def _resolved(text, x, weights, biases, return_gathered, group, fields):
 
 
 def _is_large(x, weights, group):
-    ranks, n = group.size(), sum(weight.shape[0] for weight in weights)
-    flops = 2 * ranks * x.shape[0] * n * x.shape[1]
-    return is_worth_its_launches(flops, (ranks - 1) * x.nbytes, ranks, _PARTS_LEAST_S)
+    rows, n = x.shape[0] * group.size(), sum(weight.shape[0] for weight in weights)
+    return is_worth_its_launches(2 * rows * n * x.shape[1], (group.size() - 1) * x.nbytes, _PARTS_LEAST_S)
 
 
 def _is_one_launch(weights, biases, group, config):

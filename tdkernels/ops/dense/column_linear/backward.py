@@ -12,7 +12,7 @@ from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.dense.gemm_ar import op as _gemm_ar_op  # noqa: F401  registers torch.ops.tdkernels.gemm_ar
 from tdkernels.ops.dense.gemm_rs import pipelined
-from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
+from tdkernels.ops.dense.vendor_gemm import host_s_of_backward, is_worth_its_launches
 from tdkernels.ops.dense.weight_gradient import weight_gradient
 from tdkernels.runtime import torch_op
 from tdkernels.runtime.autograd import fake_gradients
@@ -27,7 +27,7 @@ def _in_parts(dy, x, config, group):
     if config or spans_nodes(group) or not x.shape[0] or x.shape[0] % group.size():
         return False
     wire_bytes = 2 * (group.size() - 1) * x.nbytes // group.size()
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes, group.size())
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes, host_s_of_backward(group.size()))
 
 
 @whole_call
