@@ -85,6 +85,8 @@ def _dense(gpus):
     yield Stage("tune-models", 240, (_tdkernels("tune", *_MODELS, "--tokens", "8192,2048,64", log="tune", **tune),))
     yield Stage("tune-ag", 70, (_tdkernels("tune", "ag_gemm", *both, **tune),))
     yield Stage("tune-rs", 70, (_tdkernels("tune", "gemm_rs", *both, **tune),))
+    rows = "1024,4096,16384,32768"
+    yield Stage("tune-rs-rows", 90, (_tdkernels("tune", "gemm_rs", *_MODELS, "--tokens", rows, log="tune", **tune),))
     for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
         shapes = "--shapes", "llama-70b,llama-8b" + ",seed" * (operator != "gemm_ar"), "--rounds", "5", "--cuda-graph"
         yield Stage(f"bench-{operator}", 80, (_tdkernels("bench", operator, *shapes, "--backward"),))
