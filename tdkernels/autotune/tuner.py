@@ -1,7 +1,8 @@
 """The tuner: all ranks of a group try the same candidates in the same order, in synchronized steps.
 
 1. Candidates. Take the operator's search space without configs that cannot run, and without those that the cost model
-   estimates to be far slower than the best. The default config and the torch baseline, if it exists, always stay.
+   estimates to be far slower than the best. The default config, the torch baseline, if it exists, and the candidate of
+   each method and transport with the best estimate always stay.
 2. Compile. Each rank of a node compiles its share of the distinct kernels, several at a time. Then every rank loads all
    of them from Triton's cache on disk.
 3. Check. Call each candidate once on poisoned memory, and compare with the operator's reference in a wider dtype.
@@ -112,6 +113,18 @@ def tune_problem(
             return _Tuner(tunable, problem, ranks, budget_s, on_progress, keep).tune()
 
 
+def _first_of_each_kind(configs):
+    """Return the first config of each method and transport.
+
+    The estimates of different methods cannot be compared well: the rates of links depend on the number of ranks. On 8
+    H200 the kernel was estimated to be the fastest for 8192 x 8192 x 28672, and the pipelined method was not tried.
+    """
+    first = {}
+    for config in configs:
+        first.setdefault((getattr(config, "method", None), getattr(config, "transport", None)), config)
+    return list(first.values())
+
+
 class _Tuner:
     def __init__(self, tunable, problem, ranks, budget_s, on_progress, keep):
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
@@ -150,13 +163,13 @@ class _Tuner:
         ranked = sorted(legal, key=estimates.get)
         near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]  # may be empty
         always = [self.tunable.default(self.problem, self.device), *self._plain()]
-        kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
+        kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES] + _first_of_each_kind(ranked)))
         beyond = max(len(near) - _MAX_CANDIDATES, 0)
         and_plain = "and the unfused baseline " if self._plain() else ""
         self._say(
             f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {len(legal) - len(near)} are beyond "
             f"{_PRUNE:g} x the best estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, the "
-            f"default {and_plain}among them"
+            f"default {and_plain}and the best estimate of each method and transport among them"
         )
         fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
         self.state.check_consensus(f"tune {self.problem.operator}", fields)

@@ -120,14 +120,16 @@ def check_pruning(folder):
     default, plain = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain()
     best, near, late, slow = (config_of(op, number) for number in (3, 4, 5, 6))
     illegal = config_of(op, 0)
+    copies = [replace(config, transport="copy_engine") for config in (best, near)]
     estimates = {best: 1.0, near: 1.5, late: 1.9, slow: 2.1, default: 50.0, plain: 70.0}
+    estimates |= {copies[0]: 90.0, copies[1]: 80.0}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "_MAX_CANDIDATES", 2)
-        with candidates(slow, late, illegal, near, best, default, best, estimates=estimates):
+        with candidates(slow, late, illegal, *copies, near, best, default, best, estimates=estimates):
             result = tune("ag_gemm", *SHAPE, dtype=FP32)
-    assert {trial.config for trial in result.trials} == {default, plain, best, near}
+    assert {trial.config for trial in result.trials} == {default, plain, best, near, copies[1]}
     assert result.log[0].startswith(
-        "6 candidates: 1 cannot run, 2 are beyond 2 x the best estimate, 1 beyond the first 2; 4 are tried"
+        "8 candidates: 1 cannot run, 4 are beyond 2 x the best estimate, 1 beyond the first 2; 5 are tried"
     )
 
 

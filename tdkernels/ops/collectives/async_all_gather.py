@@ -114,15 +114,18 @@ class AsyncAllGather(AsyncCollective):
 
         self._beside(launch)
 
-    def copy(self, own: bool = True) -> None:
+    def copy(self, own: bool = True, in_order: bool = True) -> None:
         """Send this rank's shard with the copy engine on the side stream, which takes no SM.
 
-        ``own``: also copy it into this rank's slot. Only readers of ``gathered`` need this.
+        Args:
+            own: Also copy it into this rank's slot. Only readers of ``gathered`` need this.
+            in_order: Send and signal one chunk after the other. Without it, the host needs fewer calls, and all signals
+                follow the last chunk. Use this if all ranks wait for whole shards with ``finish``.
         """
         if self.spans_nodes:
             self.push()
             return
-        self._beside(lambda: self._copy_to_all(own))
+        self._beside(lambda: self._copy_to_all(own) if in_order else self._copy_at_once(own))
 
     def copy_out(self, out: torch.Tensor, source: int) -> None:
         """Copy the shard of rank ``source``, which has been waited for, to ``out[source]`` on the side stream.
@@ -185,6 +188,17 @@ class AsyncAllGather(AsyncCollective):
             self._copy(slot, shard[start:stop])
             if peer != self.rank:
                 self._announce(peer, index, word)
+
+    def _copy_at_once(self, own):
+        shard = self.x.view(torch.uint8).view(-1)
+        copies, signals = [], []
+        for slot, start, stop, peer, index, word in self._destinations:
+            if peer != self.rank:
+                copies.append((slot, shard[start:stop]))
+                signals.append((peer, index, word))
+            elif own:
+                copies.append((slot, shard[start:stop]))
+        self._copy_to_peers(copies, signals)
 
     @property
     def _destinations(self):

@@ -15,6 +15,7 @@ import torch
 
 from tdkernels.ops.collectives.kernel_async_all_gather import begin_kernel, end_kernel, notify_kernel
 from tdkernels.ops.collectives.kernel_async_multinode import begin_nodes_kernel
+from tdkernels.runtime.copy_batch import copy_all
 from tdkernels.runtime.gpu import side_stream
 from tdkernels.runtime.kernel_launch import pointer_signature
 from tdkernels.runtime.triton_launcher import BoundLaunch
@@ -135,6 +136,23 @@ class AsyncCollective:
             self._launch(notify_kernel, index, peer, self.plan, CHECK_FAILED=False)
         else:
             self._copy(word, self._cached("signal", self.workspace.signal_value))
+
+    def _copy_to_peers(self, copies, signals):
+        """Copy data to several peers, then set their signals; called within ``_beside``.
+
+        The data arrives in any order, so this is for data that peers wait for as a whole.
+
+        Args:
+            copies: List of (destination, source), contiguous and with the same number of bytes.
+            signals: List of (peer, number of the signal, signal in the memory of the peer).
+        """
+        copy_all(copies)
+        if self.device.type == "cpu":
+            for signal in signals:
+                self._announce(*signal)
+        else:
+            value = self._cached("signal", self.workspace.signal_value)
+            copy_all([(word, value) for _, _, word in signals])
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel whose arguments are integers that it is not specialized on."""

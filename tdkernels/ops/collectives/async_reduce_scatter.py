@@ -63,29 +63,50 @@ class AsyncReduceScatter(AsyncCollective):
         self._parts.append(part)
         self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
+    def send_all(self, parts: "Mapping[int, torch.Tensor]") -> None:
+        """Send whole parts to several owners, {owner: part} as for ``send``, with fewer calls of the host.
+
+        The signals follow the last part.
+        """
+        assert not self._passes_on and self._pieces == 1
+        detached = {owner: part.detach() for owner, part in parts.items()}
+        self._parts.extend(detached.values())
+
+        def enqueue():
+            found = [(owner, part, *self._to_owner(owner, part)) for owner, part in detached.items()]
+            copies = [(slot, part) for _, part, _, slot, _ in found]
+            self._copy_to_peers(copies, [(owner, index, word) for owner, _, index, _, word in found])
+
+        if detached:
+            self._beside(enqueue)
+
     def wait(self, source: int, shape: "torch.Size", dtype: "torch.dtype") -> "torch.Tensor":
         """Make the current stream wait for the part of a source, and return it. It can be read until ``close``."""
         step = (self.rank - source) % self.world_size
         self._await(step, step + 1)
         return self._slot(self.rank, source, shape, dtype)
 
-    def add_to(self, own: "torch.Tensor", bias: "torch.Tensor | None" = None) -> "torch.Tensor":
-        """Add the parts of all peers to ``own`` in place, in fp32 and in rank order, then the bias; return ``own``.
+    def add_to(
+        self, own: "torch.Tensor", bias: "torch.Tensor | None" = None, out: "torch.Tensor | None" = None
+    ) -> "torch.Tensor":
+        """Add the parts of all peers to ``own``, in fp32 and in rank order, then the bias; return the sum.
 
         Args:
             own: This rank's part, contiguous [rows, n].
             bias: [n] or None.
+            out: Like ``own``, for the sum. If None, the sum replaces ``own``.
         """
+        out = own if out is None else out
         self._await(1, self.world_size)
         block = 1024 if self.device.type == "cpu" else _SUM_BLOCK
         programs = min(triton.cdiv(own.numel(), block), 4 * num_sms(self.device))
         bias = None if bias is None else bias.contiguous()
         self._launch_on(
-            (own, bias), add_parts_kernel, programs, own.numel(), own.shape[1], self._slot_bytes,
-            RANKS=self.world_size, ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0,
+            (own, bias, out), add_parts_kernel, programs, own.numel(), own.shape[1], self._slot_bytes,
+            RANKS=self.world_size, ALIGNED=own.shape[1] % 8 == 0 and (own.data_ptr() | out.data_ptr()) % 16 == 0,
             HAS_BIAS=bias is not None, BLOCK=block, num_warps=8,
         )
-        return own
+        return out
 
     def add_quantized_to(self, own: "torch.Tensor", bias: "torch.Tensor | None" = None) -> "torch.Tensor":
         """Do the same as ``add_to`` for parts that are sent as packed rows, see ``ops.common.fp8_groups``."""
@@ -117,9 +138,7 @@ class AsyncReduceScatter(AsyncCollective):
         return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _copy_to(self, owner, part, piece, offset):
-        index = self.rank * self._pieces + piece
-        key = self._slot_bytes, owner, index, part.shape, part.dtype, offset
-        slot, word = self._cached(key, lambda: self._destination(owner, index, part, offset))
+        index, slot, word = self._to_owner(owner, part, piece, offset)
         self._copy(slot, part)
         if self._passes_on:
             # The kernel checks for a failure. It may have to wait for an SM, but no running kernel waits for this
@@ -127,6 +146,12 @@ class AsyncReduceScatter(AsyncCollective):
             self._launch(notify_kernel, index, owner, self.plan, CHECK_FAILED=True)
         else:
             self._announce(owner, index, word)
+
+    def _to_owner(self, owner, part, piece=0, offset=0):
+        """Return (number of the signal, slot, signal) for a chunk of a part in the memory of its owner."""
+        index = self.rank * self._pieces + piece
+        key = self._slot_bytes, owner, index, part.shape, part.dtype, offset
+        return index, *self._cached(key, lambda: self._destination(owner, index, part, offset))
 
     def _destination(self, owner, index, part, offset):
         """Return the slot for a chunk of a part, and its signal, in the memory of the owner."""

@@ -10,13 +10,13 @@ from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 
 @td.jit(do_not_specialize=["n", "width", "slot_bytes"])
 def add_parts_kernel(
-    ctx, own_ptr, bias_ptr, n, width, slot_bytes,
+    ctx, own_ptr, bias_ptr, out_ptr, n, width, slot_bytes,
     RANKS: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Add the parts of all peers to this rank's part in place, in fp32 and in rank order, then a bias [width].
+    """Add the parts of all peers to this rank's part, in fp32 and in rank order, then a bias [width].
 
     A part has ``n`` elements in rows of ``width``. The part of rank r is at offset ``r * slot_bytes`` of half 0, and an
-    ``await_kernel`` has waited for it.
+    ``await_kernel`` has waited for it. ``out_ptr`` may be ``own_ptr``.
     """
     DTYPE: tl.constexpr = own_ptr.dtype.element_ty
     ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -35,7 +35,8 @@ def add_parts_kernel(
         if HAS_BIAS:
             column = (start % width).to(tl.int32) + offs
             total += td.to_float32(tl.load(bias_ptr + column % width, mask=mask, other=0.0))
-        tl.store(own + offs, td.from_float32(total, DTYPE), mask=mask)
+        out = td.pointer_to(out_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
+        tl.store(out + offs, td.from_float32(total, DTYPE), mask=mask)
 
 
 @td.jit(do_not_specialize=["rows", "width", "row_bytes", "slot_bytes"])

@@ -26,8 +26,6 @@ from tdkernels.ops.dense.weight_gradient import weight_gradient
 from tdkernels.runtime.torch_op import group_by_name
 from tdkernels.symm.whole_call import whole_call
 
-_PIECES = 1  # chunks per owner of dx: the last ones are sent while dweight is computed
-
 
 def _method(config_class, config):
     return from_text(config_class, config).method if config else None
@@ -97,13 +95,13 @@ def _ag_gemm_backward_in_parts(dy, x, weight, main_grads, group):
     back = weight.t()
     fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
     gather = AsyncAllGather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
-    scatter = pipelined.start("ag_gemm backward", fields, dy, back, group, _PIECES)
+    scatter = pipelined.start("ag_gemm backward", fields, dy, back, group, pieces=1)
     with gather, scatter:
-        gather.copy()
-        dx = pipelined.send_products(scatter, dy, back, _PIECES)
+        gather.copy(in_order=False)
+        own = pipelined.send_halves(scatter, dy, back)
         gather.finish()
         dweight = weight_gradient(dy, gather.gathered.reshape(-1, gather.width), main_grads)
-        return scatter.add_to(dx), dweight
+        return scatter.add_to(own, out=torch.empty_like(own)), dweight
 
 
 # ---- gemm_rs ----

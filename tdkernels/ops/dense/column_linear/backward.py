@@ -56,7 +56,7 @@ def _backward_in_parts(dy, x, weight, main_grads, fields, group):
     with pipelined.start("column_linear backward", fields, dy, back, group, _PIECES) as scatter:
         own = scatter.add_to(pipelined.send_products(scatter, dy, back, _PIECES))
     with AsyncAllGather("column_linear backward", fields, own, group, own.shape[0], copies=True) as gather:
-        gather.copy()
+        gather.copy(in_order=False)
         dweight = weight_gradient(dy, x, main_grads)
         gather.finish()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

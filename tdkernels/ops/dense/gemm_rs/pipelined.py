@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_major
 from tdkernels.ops.dense.vendor_gemm import cut, product_of, rows_of
+from tdkernels.rounding import cdiv
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 from tdkernels.symm.workspace import refuse_nodes
@@ -67,3 +68,28 @@ def send_products(
             assert part.dtype == dtype, "the offsets below are for another dtype"
             scatter.send(owner, part, piece, offset=first * n * dtype.itemsize)
     return product_of(by_owner[scatter.rank], weight, scales, scatter.rank * rows)
+
+
+def send_halves(scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
+    """Compute x @ weight.T in two GEMMs, send each peer its rows, and return this rank's rows, a view.
+
+    The first GEMM is for the half of the ranks that this rank is not in. The rows of the other half are sent after the
+    last GEMM, so this is for callers that launch other work before they add the parts. Compared with a GEMM for each
+    rank, the host takes less time, and larger GEMMs are faster.
+    """
+    ranks, rank = scatter.world_size, scatter.rank
+    rows = x.shape[0] // ranks
+    middle = cdiv(ranks, 2)
+    halves = (0, middle), (middle, ranks)
+    first, last = halves if rank >= middle else halves[::-1]
+    own = None
+    for begin, end in (first, last):
+        parts = product_of(x[begin * rows : end * rows], weight).view(end - begin, rows, -1).unbind()
+        # Ranks that send to the same half at the same time send to different owners.
+        turn = rank % middle % (end - begin)
+        owners = [begin + (turn + step) % (end - begin) for step in range(end - begin)]
+        scatter.send_all({owner: parts[owner - begin] for owner in owners if owner != rank})
+        if begin <= rank < end:
+            own = parts[rank - begin]
+    assert own is not None
+    return own
