@@ -7,8 +7,9 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from bench.dense.shapes import GROUPS
+
 _MODELS = "--model", "llama-3.1-70b", "--model", "llama-3.1-8b"
-_SIZES = ((4096, 12288), (4096, 14336), (3584, 14336), (4608, 36864), (8192, 28672), (8192, 30720))
 _START_S = 15.0  # that a program needs before its first case and after its last
 _WIRE_GBPS = "390"  # the most that a pair of H200 reached in each direction
 
@@ -80,13 +81,16 @@ def _groups(gpus, size):
 
 def _dense(gpus):
     """Return the stages of the dense operators: tuning, measurements, and the predictions of solo mode."""
-    both = [f"--shape={8192}x{n}x{k}" for n, k in _SIZES]
     tune = {"limited": False, "out": False}
     yield Stage("tune-models", 240, (_tdkernels("tune", *_MODELS, "--tokens", "8192,2048,64", log="tune", **tune),))
-    yield Stage("tune-ag", 70, (_tdkernels("tune", "ag_gemm", *both, **tune),))
-    yield Stage("tune-rs", 70, (_tdkernels("tune", "gemm_rs", *both, **tune),))
     rows = "1024,4096,16384,32768"
-    yield Stage("tune-rs-rows", 90, (_tdkernels("tune", "gemm_rs", *_MODELS, "--tokens", rows, log="tune", **tune),))
+    for short, operator in (("ag", "ag_gemm"), ("rs", "gemm_rs")):
+        sizes = [f"--shape={shape}" for shape in GROUPS["seed"][operator]]
+        yield Stage(f"tune-{short}", 70, (_tdkernels("tune", operator, *sizes, **tune),))
+        by_rows = _tdkernels("tune", operator, *_MODELS, "--tokens", rows, log="tune", **tune)
+        yield Stage(f"tune-{short}-rows", 110, (by_rows,))
+        mlps = [f"--shape={shape}" for shape in GROUPS["mlp"][operator]]
+        yield Stage(f"tune-{short}-mlp", 70, (_tdkernels("tune", operator, *mlps, log="tune", **tune),))
     for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
         shapes = "--shapes", "llama-70b,llama-8b" + ",seed" * (operator != "gemm_ar"), "--rounds", "5", "--cuda-graph"
         yield Stage(f"bench-{operator}", 80, (_tdkernels("bench", operator, *shapes, "--backward"),))

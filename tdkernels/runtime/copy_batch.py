@@ -1,7 +1,7 @@
-"""Copies between tensors that the host enqueues with one call of the CUDA driver.
+"""Copies to several places that the host enqueues with one call of the CUDA driver.
 
-Without the batch, each copy is a call of torch's ``copy_``. A CUDA graph cannot capture a batch, and drivers before
-CUDA 13 and ROCm do not have this function. In these cases the copies are enqueued one by one.
+A CUDA graph cannot capture a batch, and drivers before CUDA 13 and ROCm do not have this function. In these cases the
+copies are enqueued one by one.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class _Attributes(ctypes.Structure):
 
 # The sources are read in stream order. The locations follow from the addresses.
 _IN_STREAM_ORDER = _Attributes(1)
-_ALL_FROM_FIRST = (ctypes.c_size_t * 1)(0)  # the attributes apply to all copies from number 0 on
+_FROM_FIRST = (ctypes.c_size_t * 1)(0)  # the attributes apply to all copies from number 0 on
 
 
 @functools.cache
@@ -43,30 +43,39 @@ def _batch_function() -> Any:
         return None
 
 
-def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Enqueue copies on the current stream. They are executed in any order, after earlier work and before later work.
+class CopyBatch:
+    """Copies to fixed destinations. They are executed in any order.
+
+    The arguments of the driver are built once: building them takes the host longer than the call.
 
     Args:
-        copies: List of (destination, source), contiguous and with the same number of bytes.
+        destinations: Contiguous tensors.
     """
-    if len(copies) < 2 or not _enqueued(copies):
-        for destination, source in copies:
+
+    def __init__(self, destinations: Sequence[torch.Tensor]) -> None:
+        self._destinations = list(destinations)
+        count = len(self._destinations)
+        self._sources = (ctypes.c_uint64 * count)()
+        self._arguments = (
+            (ctypes.c_uint64 * count)(*[one.data_ptr() for one in self._destinations]),
+            self._sources,
+            (ctypes.c_size_t * count)(*[one.nbytes for one in self._destinations]),
+            ctypes.c_size_t(count), ctypes.byref(_IN_STREAM_ORDER), _FROM_FIRST, ctypes.c_size_t(1),
+        )
+
+    def enqueue(self, sources: Sequence[torch.Tensor], stream: Any) -> None:
+        """Enqueue the copies after earlier work of the current stream and before later work.
+
+        Args:
+            sources: For each destination a contiguous tensor with the same shape and dtype.
+            stream: The current stream, or None on the CPU.
+        """
+        function = None if stream is None else _batch_function()
+        if function is not None and not torch.cuda.is_current_stream_capturing():
+            for number, source in enumerate(sources):
+                self._sources[number] = source.data_ptr()
+            if function(*self._arguments, ctypes.c_void_p(stream.cuda_stream)) == 0:
+                return
+            # The driver has refused the batch, for example on a virtual GPU.
+        for destination, source in zip(self._destinations, sources, strict=True):
             destination.copy_(source, non_blocking=True)
-
-
-def _enqueued(copies):
-    """Enqueue the copies as a batch. Return whether this was possible."""
-    function = _batch_function() if copies[0][0].is_cuda else None
-    if function is None or torch.cuda.is_current_stream_capturing():
-        return False
-    count = len(copies)
-    addresses, sizes = ctypes.c_uint64 * count, ctypes.c_size_t * count
-    destinations = addresses(*[destination.data_ptr() for destination, _ in copies])
-    sources = addresses(*[source.data_ptr() for _, source in copies])
-    nbytes = sizes(*[source.nbytes for _, source in copies])
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    # If the driver refuses the batch, for example on a virtual GPU, the copies are repeated one by one.
-    return not function(
-        destinations, sources, nbytes, ctypes.c_size_t(count), ctypes.byref(_IN_STREAM_ORDER), _ALL_FROM_FIRST,
-        ctypes.c_size_t(1), stream,
-    )

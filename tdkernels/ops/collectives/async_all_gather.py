@@ -145,12 +145,12 @@ class AsyncAllGather(AsyncCollective):
         node = (self.topology.node_rank - nodes_down) % self.topology.num_nodes
         return node * local + (self.topology.local_rank - down) % local
 
-    def wait(self, step: int, chunk: int | None = None) -> None:
+    def wait(self, step: int, chunk: int | None = None, until: int | None = None) -> None:
         """Make the current stream wait for the shard of rank ``source(step)``, or for one chunk of it.
 
-        Only for ``step`` > 0: this rank's shard is x.
+        Only for ``step`` > 0: this rank's shard is x. With ``until`` wait for all steps before it.
         """
-        self._await(step, step + 1, chunk)
+        self._await(step, step + 1 if until is None else until, chunk)
 
     def finish(self) -> None:
         """Make the current stream wait for all shards, including the copy of this rank's. Then ``gathered`` is valid.
@@ -191,14 +191,10 @@ class AsyncAllGather(AsyncCollective):
 
     def _copy_at_once(self, own):
         shard = self.x.view(torch.uint8).view(-1)
-        copies, signals = [], []
-        for slot, start, stop, peer, index, word in self._destinations:
-            if peer != self.rank:
-                copies.append((slot, shard[start:stop]))
-                signals.append((peer, index, word))
-            elif own:
-                copies.append((slot, shard[start:stop]))
-        self._copy_to_peers(copies, signals)
+        found = self._destinations if own else self._destinations[: -self.num_chunks]
+        key = own, self.slot_bytes, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
+        find = lambda: [(slot, *signal) for slot, _, _, *signal in found]  # noqa: E731
+        self._copy_to_peers(key, find, [shard[start:stop] for _, start, stop, *_ in found])
 
     @property
     def _destinations(self):

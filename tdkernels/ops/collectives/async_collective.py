@@ -15,7 +15,7 @@ import torch
 
 from tdkernels.ops.collectives.kernel_async_all_gather import begin_kernel, end_kernel, notify_kernel
 from tdkernels.ops.collectives.kernel_async_multinode import begin_nodes_kernel
-from tdkernels.runtime.copy_batch import copy_all
+from tdkernels.runtime.copy_batch import CopyBatch
 from tdkernels.runtime.gpu import side_stream
 from tdkernels.runtime.kernel_launch import pointer_signature
 from tdkernels.runtime.triton_launcher import BoundLaunch
@@ -137,22 +137,25 @@ class AsyncCollective:
         else:
             self._copy(word, self._cached("signal", self.workspace.signal_value))
 
-    def _copy_to_peers(self, copies, signals):
+    def _copy_to_peers(self, key, find, sources):
         """Copy data to several peers, then set their signals; called within ``_beside``.
 
         The data arrives in any order, so this is for data that peers wait for as a whole.
 
         Args:
-            copies: List of (destination, source), contiguous and with the same number of bytes.
-            signals: List of (peer, number of the signal, signal in the memory of the peer).
+            key: Determines what ``find`` returns.
+            find: Function that returns a list of (destination, peer, number of the signal, signal in the memory of the
+                peer). If the peer is this rank, no signal is set.
+            sources: For each destination a contiguous tensor with the same shape and dtype.
         """
-        copy_all(copies)
-        if self.device.type == "cpu":
+        data, words, signals = self._cached(("batch", key), lambda: _batches(find(), self.rank))
+        stream = None if self.device.type == "cpu" else side_stream(self.device)
+        data.enqueue(sources, stream)
+        if stream is None:
             for signal in signals:
                 self._announce(*signal)
         else:
-            value = self._cached("signal", self.workspace.signal_value)
-            copy_all([(word, value) for _, _, word in signals])
+            words.enqueue([self._cached("signal", self.workspace.signal_value)] * len(signals), stream)
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel whose arguments are integers that it is not specialized on."""
@@ -190,3 +193,9 @@ class AsyncCollective:
         """On the CPU, where a launch has ended, raise the error that it recorded."""
         if self.device.type == "cpu":
             self.workspace.check()
+
+
+def _batches(found, rank):
+    """Return (CopyBatch of the data, CopyBatch of the signals, list of signals) of ``_copy_to_peers``."""
+    signals = [signal for _, *signal in found if signal[0] != rank]
+    return CopyBatch([slot for slot, *_ in found]), CopyBatch([word for *_, word in signals]), signals

@@ -64,21 +64,22 @@ class AsyncReduceScatter(AsyncCollective):
         self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
     def send_all(self, parts: "Mapping[int, torch.Tensor]") -> None:
-        """Send whole parts to several owners, {owner: part} as for ``send``, with fewer calls of the host.
+        """Send whole parts of one shape to several owners, {owner: part} as for ``send``, with fewer calls of the host.
 
         The signals follow the last part.
         """
         assert not self._passes_on and self._pieces == 1
-        detached = {owner: part.detach() for owner, part in parts.items()}
-        self._parts.extend(detached.values())
+        if not parts:
+            return
+        detached = [part.detach() for part in parts.values()]
+        self._parts.extend(detached)
 
-        def enqueue():
-            found = [(owner, part, *self._to_owner(owner, part)) for owner, part in detached.items()]
-            copies = [(slot, part) for _, part, _, slot, _ in found]
-            self._copy_to_peers(copies, [(owner, index, word) for owner, _, index, _, word in found])
+        def find():
+            found = [(owner, *self._to_owner(owner, part)) for owner, part in parts.items()]
+            return [(slot, owner, index, word) for owner, index, slot, word in found]
 
-        if detached:
-            self._beside(enqueue)
+        key = self._slot_bytes, *parts, detached[0].shape, detached[0].dtype
+        self._beside(lambda: self._copy_to_peers(key, find, detached))
 
     def wait(self, source: int, shape: "torch.Size", dtype: "torch.dtype") -> "torch.Tensor":
         """Make the current stream wait for the part of a source, and return it. It can be read until ``close``."""

@@ -58,3 +58,8 @@ def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float) -> bool
         least_s: The least time that a GPU must take, in seconds.
     """
     return flops / _FLOPS + wire_bytes / _LINK >= least_s
+
+
+def gemm_over_transfers(flops: float, wire_bytes: int) -> float:
+    """Return how many times as long as the transfers a GEMM takes. The arguments are as above."""
+    return flops / _FLOPS / (wire_bytes / _LINK)

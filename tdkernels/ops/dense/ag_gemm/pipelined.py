@@ -13,7 +13,7 @@ from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import row_major, scaled_linear
 from tdkernels.ops.dense.scaled_gather import gathered_scales
-from tdkernels.ops.dense.vendor_gemm import cut, product, rows_of
+from tdkernels.ops.dense.vendor_gemm import cut, gemm_over_transfers, product, rows_of
 from tdkernels.symm.whole_call import whole_call
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     from tdkernels.ops.common.scaling import Scales
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+
+
+# Least ratio of the times of the GEMM and the transfers for GEMMs of 1, 1, 2, 4, ... shards. From 2 on, all shards of a
+# group have arrived when the previous group has been multiplied.
+_GROUPS_FROM = 1.75
 
 
 @whole_call
@@ -71,7 +76,10 @@ def launch(
             gather.copy_out(into, gather.rank)
         multiply(x, gather.rank)
         shards = gather.gathered.unbind()
-        for step in range(1, gather.world_size):
+        at_a_time = config.pieces == 1 and scales is None and into is None and _arrive_early(gather, weights)
+        if at_a_time:
+            _multiply_groups(gather, weights, biases, ys)
+        for step in () if at_a_time else range(1, gather.world_size):
             source = gather.source(step)
             for number, (first, count) in enumerate(pieces):
                 gather.wait(step, number)
@@ -81,3 +89,37 @@ def launch(
         if keep_gathered:
             closing.pop_all()
     return [y.view(-1, y.shape[2]) for y in ys], gather if keep_gathered else None
+
+
+def _arrive_early(gather, weights):
+    """Return whether several shards arrive while the previous ones are multiplied."""
+    flops = 2 * gather.world_size * gather.rows * gather.width * sum(weight.shape[0] for weight in weights)
+    return gemm_over_transfers(flops, (gather.world_size - 1) * gather.x.nbytes) >= _GROUPS_FROM
+
+
+def _multiply_groups(gather, weights, biases, ys):
+    """Multiply the shards of the peers: 1, 2, 4, ... at a time, in the order in which they arrive.
+
+    With fewer waits and GEMMs the host takes less time, and larger GEMMs are faster.
+    """
+    first = 1
+    while first < gather.world_size:
+        last = min(2 * first, gather.world_size)
+        gather.wait(first, until=last)
+        sources = [gather.source(step) for step in range(first, last)]
+        for begin, end in _ranges(sources, gather.rows == gather.slot_rows):
+            part = gather.gathered[begin:end].reshape(-1, gather.width)
+            for weight, bias, y in zip(weights, biases, ys, strict=True):
+                product(part, weight, bias, y[begin:end].view(-1, y.shape[2]))
+        first = last
+
+
+def _ranges(sources, adjacent):
+    """Divide ranks into ranges [begin, end). ``adjacent``: ranges may have more than one rank."""
+    ranges = []
+    for source in sorted(sources):
+        if adjacent and ranges and ranges[-1][1] == source:
+            ranges[-1] = ranges[-1][0], source + 1
+        else:
+            ranges.append((source, source + 1))
+    return ranges
