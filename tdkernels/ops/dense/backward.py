@@ -41,7 +41,8 @@ def _ag_gemm_in_parts(config, dy, x, group):
     if config:
         return _method(AgGemmConfig, config) == "parts"
     ranks = group.size()
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (ranks - 1) * x.nbytes, host_s_of_backward(ranks))
+    flops, least_s = 4 * dy.numel() * x.shape[1], host_s_of_backward("ag_gemm", ranks)
+    return is_worth_its_launches(flops, 2 * (ranks - 1) * x.nbytes, least_s)
 
 
 def _ag_gemm_config_of_dx(dy, back, group):
@@ -116,7 +117,7 @@ def _gemm_rs_in_parts(config, dz, x, keeps, group):
         return _method(GemmRsConfig, config) == "parts"
     ranks = group.size()
     flops = 4 * x.numel() * dz.shape[1]
-    return keeps and is_worth_its_launches(flops, (ranks - 1) * dz.nbytes, host_s_of_backward(ranks))
+    return keeps and is_worth_its_launches(flops, (ranks - 1) * dz.nbytes, host_s_of_backward("gemm_rs", ranks))
 
 
 def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):

@@ -5,9 +5,9 @@ import torch
 from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
-# Host time of the pipelined form of a backward, and its part for each peer. It took 0.37 to 0.56 ms for 2 H200 and 0.50
-# to 0.99 for 4 (ag_gemm).
-_HOST_S, _HOST_OF_PEER_S = 0.3e-3, 0.095e-3
+# Host time of the pipelined form of a backward, and its part for each peer. On 8 H200, ag_gemm took 0.42 to 0.76 ms and
+# gemm_rs 0.55 to 1.06, on CPUs of which some were half as fast as others. On 4, gemm_rs took 0.5 to 0.61.
+_HOST_S = {"ag_gemm": (0.37e-3, 0.02e-3), "gemm_rs": (0.3e-3, 0.055e-3), "column_linear": (0.3e-3, 0.095e-3)}
 _FLOPS, _LINK = 750e12, 330e9  # rates of an H200, per second
 
 
@@ -44,9 +44,10 @@ def product_of(
     return torch.mm(x, weight.t(), out=x.new_empty(x.shape[0], weight.shape[0]))
 
 
-def host_s_of_backward(ranks: int) -> float:
+def host_s_of_backward(operator: str, ranks: int) -> float:
     """Return about how long the host takes to launch the pipelined form of a backward, in seconds."""
-    return _HOST_S + (ranks - 1) * _HOST_OF_PEER_S
+    of_call, of_peer = _HOST_S[operator]
+    return of_call + (ranks - 1) * of_peer
 
 
 def is_worth_its_launches(flops: float, wire_bytes: int, least_s: float) -> bool:

@@ -30,10 +30,11 @@ from tests.ops.dense import multinode_cases
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device, on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, reseed, thorough
+from tests.support.subset import THOROUGH
 from tests.test_protocol import failure_of, poison, timeout
 
 BF16, FP16, FP32 = dense.DTYPES
-SEEDS = 50
+SEEDS = 50 if THOROUGH else 25  # delivery orders of the network
 SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 2}
 CHUNKS = {"tiles": Tiles(16, 64, 64, num_stages=2), "num_comm_sms": 3}
 CONFIGS = {

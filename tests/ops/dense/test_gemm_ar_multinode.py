@@ -7,6 +7,7 @@ from tdkernels.ops.dense.gemm_ar.launch_multinode import adds_once
 from tests.ops.dense import cases, multinode_cases
 from tests.support.ranks import on_ranks
 from tests.support.simulated_nodes import thorough
+from tests.support.subset import THOROUGH
 
 BF16, FP16, FP32 = cases.DTYPES
 SMALL = {"exchange": "two_shot", "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
@@ -52,7 +53,8 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
-    (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
+    (4, 2, 50 if THOROUGH else 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL),
+    (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])
 def test_any_network_order(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, multinode_cases.computes_in_any_network_order, "gemm_ar", local, seeds, shapes, **changes)

@@ -8,6 +8,7 @@ from tests.ops.dense import cases, multinode_cases
 from tests.support.dense_oracle import Case
 from tests.support.ranks import on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, thorough
+from tests.support.subset import THOROUGH
 
 BF16, FP16, FP32 = cases.DTYPES
 SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
@@ -57,7 +58,8 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
-    (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
+    (4, 2, 50 if THOROUGH else 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL),
+    (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])
 def test_any_network_order(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, multinode_cases.computes_in_any_network_order, "gemm_rs", local, seeds, shapes, **changes)

@@ -6,19 +6,32 @@ import torch
 from tdkernels.ops.dense.vendor_gemm import cut, host_s_of_backward, is_worth_its_launches, product_of, rows_of
 
 
-def worth_of_ag_gemm(ranks, m, n, k):
-    """Return whether the backward of ag_gemm for M x N x K in 16 bits is pipelined."""
-    wire_bytes = 2 * (ranks - 1) * m // ranks * k * 2
-    return is_worth_its_launches(4 * m * n * k / ranks, wire_bytes, host_s_of_backward(ranks))
+def is_pipelined(operator, ranks, m, n, k):
+    """Return whether the backward of a call with M x N x K in 16 bits is pipelined."""
+    if operator == "ag_gemm":
+        wire_bytes = 2 * (ranks - 1) * m // ranks * k * 2
+    else:
+        wire_bytes = (ranks - 1) * m // ranks * n * 2
+    return is_worth_its_launches(4 * m * n * k / ranks, wire_bytes, host_s_of_backward(operator, ranks))
+
+
+@pytest.mark.parametrize("operator, ranks, n, k, expected", [
+    ("ag_gemm", 2, 6144, 4096, True),  # 0.76 ms at the rates of the estimate
+    ("ag_gemm", 4, 6144, 4096, True),  # 0.58 ms
+    ("ag_gemm", 8, 6144, 4096, False),  # 0.49 ms
+    ("ag_gemm", 8, 28672, 4096, True),  # 1.00 ms
+    ("gemm_rs", 8, 8192, 8192, True),  # 0.72 ms
+    ("gemm_rs", 8, 4096, 14336, False),  # 0.50 ms
+    ("gemm_rs", 4, 4096, 4096, False),  # 0.34 ms
+])
+def test_small_calls_are_not_pipelined(operator, ranks, n, k, expected):
+    """With 8192 tokens on H200. The GPU finishes a small call before the host could launch the pipelined form."""
+    assert is_pipelined(operator, ranks, 8192, n, k) is expected
 
 
 def test_more_ranks_need_larger_calls():
-    """Whether calls are pipelined that the GPU finishes before, or after, the host could launch them (H200)."""
-    assert worth_of_ag_gemm(2, 8192, 6144, 4096)  # 0.76 ms at the rates of the estimate
-    assert not worth_of_ag_gemm(4, 8192, 6144, 4096)  # 0.58 ms
-    assert not worth_of_ag_gemm(8, 8192, 6144, 4096)  # 0.49 ms
-    assert worth_of_ag_gemm(8, 8192, 10240, 8192)  # 1.08 ms
-    assert is_worth_its_launches(0.0, 10**6, least_s=0.0)
+    limits = [host_s_of_backward("gemm_rs", ranks) for ranks in (2, 4, 8)]
+    assert limits == sorted(limits) and is_worth_its_launches(0.0, 10**6, least_s=0.0)
 
 
 def test_autocast_casts_no_operand():

@@ -27,7 +27,8 @@ def _in_parts(dy, x, config, group):
     if config or spans_nodes(group) or not x.shape[0] or x.shape[0] % group.size():
         return False
     wire_bytes = 2 * (group.size() - 1) * x.nbytes // group.size()
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes, host_s_of_backward(group.size()))
+    least_s = host_s_of_backward("column_linear", group.size())
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], wire_bytes, least_s)
 
 
 @whole_call
