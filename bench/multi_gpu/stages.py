@@ -6,6 +6,7 @@ The programs of a stage share its time limit. Later stages use the configs that 
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench.dense.shapes import GROUPS
 
@@ -25,6 +26,7 @@ class Program:
         environment: Further environment variables.
         limited: Whether it takes ``--seconds``.
         out: Whether it takes ``--out``.
+        subfolder: The part of the output folder that it writes to, for programs that would write the same file.
     """
 
     name: str
@@ -33,11 +35,12 @@ class Program:
     environment: dict = field(default_factory=dict)
     limited: bool = True
     out: bool = True
+    subfolder: str = ""
 
     def command(self, folder, seconds):
         """Return the command line for an output folder and the time limit of the stage."""
         limit = ("--seconds", f"{max(seconds - _START_S, 1.0):g}") if self.limited else ()
-        out = ("--out", str(folder)) if self.out else ()
+        out = ("--out", str(Path(folder) / self.subfolder)) if self.out else ()
         return [sys.executable, *self.arguments, *limit, *out]
 
     def variables(self):
@@ -165,13 +168,24 @@ def _others(gpus):
     ))
 
 
+def _campaigns(gpus):
+    """Yield chaos campaigns with 2 ranks each, and on 6 GPUs or more one with half of them.
+
+    Most cases of a campaign wait for a timeout or for new processes, so several run at the same time.
+    """
+    in_pairs = gpus // 2 if gpus >= 6 else gpus
+    pairs, others = _groups(in_pairs, 2), [tuple(range(in_pairs, gpus))] if in_pairs < gpus else []
+    limits = "--cases", "60", "--warm-up-seconds", "60", "--seconds", "60"  # the time of the warm-up does not count
+    for number, chosen in enumerate(pairs + others):
+        yield _module(
+            "tests.chaos", "--device", "cuda", "--ranks", str(len(chosen)), "--seed", str(1000 * number), *limits,
+            limited=False, log=f"chaos-{number}", gpus=chosen, subfolder=f"chaos-{number}",
+        )
+
+
 def _faults(gpus):
     """Return the stages of faults: the chaos campaigns, and kernels with planted races, which need three GPUs."""
-    ranks = "2" if gpus < 4 else f"2,{min(gpus, 8) // 2}"
-    limits = "--cases", "60", "--warm-up-seconds", "60", "--seconds", "40"  # the time of the warm-up does not count
-    yield Stage("chaos", 130, (
-        _module("tests.chaos", "--device", "cuda", "--ranks", ranks, *limits, limited=False, log="chaos"),
-    ))
+    yield Stage("chaos", 130, tuple(_campaigns(gpus)))
     if gpus >= 3:
         yield Stage("mutants", 150, (
             _module("tests.sanitizer.on_gpus", "--jobs", str(max(gpus // 4, 1)), log="mutants"),

@@ -6,7 +6,8 @@ import torch
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tdkernels.ops.collectives.norm import reference
-from tdkernels.ops.collectives.norm.config import default_config
+from tdkernels.ops.collectives.norm.config import _default_exchange, default_config
+from tdkernels.runtime import gpu
 from tests.ops.collectives import norm_cases as cases
 from tests.ops.collectives import norm_gradient_cases as gradients
 from tests.ops.collectives.norm_cases import BF16, CONFIGS, FP16, FP32, OPERATORS, SHAPES
@@ -140,6 +141,14 @@ def test_defaults_can_run():
             assert config.illegal(device, BF16) is None
             exchanges.add(config.exchange)
     assert exchanges == {"one_shot", "two_shot"}
+
+
+@pytest.mark.parametrize("rows, world_size, exchange", [
+    (16, 8, "one_shot"), (64, 8, "two_shot"), (64, 4, "one_shot"), (128, 4, "two_shot"), (128, 2, "one_shot"),
+])
+def test_exchange_that_was_measured_to_be_faster(monkeypatch, rows, world_size, exchange):
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    assert _default_exchange(rows, 8192, BF16, world_size, torch.device("cuda")) == exchange
 
 
 # ---- interaction of ranks ----

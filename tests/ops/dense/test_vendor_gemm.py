@@ -20,8 +20,8 @@ def is_pipelined(operator, ranks, m, n, k):
     ("ag_gemm", 4, 6144, 4096, True),  # 0.58 ms
     ("ag_gemm", 8, 6144, 4096, False),  # 0.49 ms
     ("ag_gemm", 8, 28672, 4096, True),  # 1.00 ms
-    ("gemm_rs", 8, 8192, 8192, True),  # 0.72 ms
-    ("gemm_rs", 8, 4096, 14336, False),  # 0.50 ms
+    ("gemm_rs", 8, 8192, 28672, True),  # 1.64 ms
+    ("gemm_rs", 8, 8192, 8192, False),  # 0.72 ms
     ("gemm_rs", 4, 4096, 4096, False),  # 0.34 ms
 ])
 def test_small_calls_are_not_pipelined(operator, ranks, n, k, expected):

@@ -24,6 +24,10 @@ _PROGRAMS = 64
 # 51.9 for 512. For 128 rows it is slower, 19.1 instead of 18.5. (2 H100, bf16, CUDA graphs; longer rows were not
 # measured with more than 128 rows.)
 _TWO_RANKS_MOST_HIDDEN = 8192
+# With more ranks, "two_shot" is selected if it sends fewer bytes by this times the number of ranks. For rows of 8192
+# elements, "one_shot" and "two_shot" took 15.0 and 24.5 us for 16 rows on 8 H200, 32.3 and 25.8 for 64. On 4 H200 they
+# took 18.9 and 19.3 us for 64 rows, 30.2 and 24.5 for 128 (bf16, CUDA graphs).
+_SECOND_SHOT_BYTES_OF_RANK = 512 << 10
 # With "one_shot", from _MANY_ROWS rows on, 16 warps that read a row again are faster than 32 that hold it: 26.1 instead
 # of 28.8 us for 128 rows of 16384 elements. For 16 rows they are slower, 11.0 instead of 10.7. (2 H100, bf16, CUDA
 # graphs; no number of rows in between was measured.)
@@ -105,7 +109,11 @@ def default_config(
 def _default_exchange(rows, hidden, dtype, world_size, device):
     if world_size == 2 and device.type != "cpu" and hidden <= _TWO_RANKS_MOST_HIDDEN and rows > gpu.num_sms(device):
         return "two_shot"
-    return default_exchange("all_reduce", rows * hidden * dtype.itemsize, world_size, device)
+    nbytes = rows * hidden * dtype.itemsize
+    if device.type == "cpu":
+        return default_exchange("all_reduce", nbytes, world_size, device)
+    more = nbytes * (world_size - 1) * (world_size - 2) // world_size  # than "two_shot" sends
+    return "two_shot" if more > world_size * _SECOND_SHOT_BYTES_OF_RANK else "one_shot"
 
 
 def warps_of_row(hidden: int, device: "torch.device") -> int:
