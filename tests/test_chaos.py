@@ -172,7 +172,7 @@ def play_and_hang(plan):
 
 
 def test_hang_is_detected(ranks):
-    case = campaign.play_case(ranks[2], _control("ag_gemm push"), play_and_hang, timeout_s=15.0)
+    case = campaign.play_case(ranks[2], _control("ag_gemm push"), play_and_hang, timeout_s=9.0)
     assert [outcome for _, outcome, _, _ in case["ranks"][1]["log"]] == ["HANG"], campaign.describe(case)
     assert campaign.summarize([case])["hangs"] == 1
 

@@ -19,7 +19,7 @@ import tdkernels
 from tdkernels import lang
 from tests.ops.attention.flash_decode.oracle import Decode
 from tests.support import ranks
-from tests.support.programs import environment
+from tests.support.programs import environment, run_program
 
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
@@ -37,6 +37,15 @@ def blocks(document, language):
     """Return the fenced code blocks of a language, without the indentation of a surrounding list."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
     return [re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
+
+
+def run_in_suite(program, tmp_path):
+    """Run a program from a file outside the repository; return its output. Its ranks are forked if possible."""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    code, output, errors = run_program(path, cwd=tmp_path)
+    assert code == 0, errors
+    return output
 
 
 def run(program, tmp_path):
@@ -59,7 +68,7 @@ def test_primitives_page_quotes_the_example():
 @pytest.mark.slow
 def test_primitives_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(TUTORIAL, "python")
-    assert run(program, tmp_path) == "".join(blocks(TUTORIAL, "text"))
+    assert run_in_suite(program, tmp_path) == "".join(blocks(TUTORIAL, "text"))
 
 
 def signature(name):
@@ -91,7 +100,7 @@ def test_tutorial_shows_its_program_and_output(name, tmp_path, monkeypatch):
         monkeypatch.setenv("TDKERNELS_SANITIZE", "1")
     page, program = REPO / f"docs/tutorials/{name}.md", (REPO / f"examples/tutorials/{name}.py").read_text()
     assert blocks(page, "python") == [program] and len(program.splitlines()) <= TUTORIALS[name]
-    assert run(program, tmp_path) == "".join(blocks(page, "text"))
+    assert run_in_suite(program, tmp_path) == "".join(blocks(page, "text"))
 
 
 # ---- docs/guides/swap-in.md ----
@@ -100,7 +109,7 @@ def test_tutorial_shows_its_program_and_output(name, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_swap_in_page_shows_its_program_output(tmp_path):
     (program,) = (block for block in blocks(SWAP_IN, "python") if "__main__" in block)
-    assert run(program, tmp_path) == "".join(blocks(SWAP_IN, "text"))
+    assert run_in_suite(program, tmp_path) == "".join(blocks(SWAP_IN, "text"))
 
 
 # ---- docs/guides/expert-parallel.md ----
@@ -109,7 +118,7 @@ def test_swap_in_page_shows_its_program_output(tmp_path):
 @pytest.mark.slow
 def test_expert_parallel_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(EXPERTS, "python")
-    assert run(program, tmp_path) == "".join(blocks(EXPERTS, "text"))
+    assert run_in_suite(program, tmp_path) == "".join(blocks(EXPERTS, "text"))
 
 
 def test_expert_parallel_page_has_the_computed_sizes():
@@ -129,7 +138,7 @@ def test_expert_parallel_page_has_the_computed_sizes():
 @pytest.mark.skipif(ranks.DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 def test_race_checker_page_shows_the_output_of_its_program(tmp_path):
     (program,) = blocks(RACES, "python")
-    assert run(program, tmp_path) == "".join(blocks(RACES, "text"))
+    assert run_in_suite(program, tmp_path) == "".join(blocks(RACES, "text"))
 
 
 def test_racy_kernel_is_the_example_with_two_lines_swapped():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.programs import run_program
 from tests.support.simulated_nodes import thorough
 
 ROOT = Path(__file__).parent.parent
@@ -27,17 +28,18 @@ def loaded(file):
     del sys.modules[file.stem]
 
 
-def run_example(*command):
-    done = subprocess.run(
-        [sys.executable, *command, "--nproc", "2", "--device", "cpu"], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},  # installed or not
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_example(file, *arguments):
+    code, output, errors = run_program(file, *arguments, "--nproc", "2", "--device", "cpu")
+    assert code == 0, output + errors
+    return output
 
 
 def test_mlp_example():
-    output = run_example(EXAMPLE, "--steps", "2")
+    command = [sys.executable, EXAMPLE, "--steps", "2", "--nproc", "2", "--device", "cpu"]  # as `make demo` starts it
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}  # installed or not
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
     for word in ("output", "dx", "dw_gate_up", "dw_down", "method=fused", "All as it should be"):
         assert word in output
 

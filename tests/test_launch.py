@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from tdkernels import launch
 from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
+from tests import conftest
 from tests.support import host_collectives, ranks
 from tests.support.simulated_nodes import thorough
 
@@ -156,8 +158,9 @@ def pool():
         env.setattr(launch, "new_process", launch._spawned_process)
         env.setenv("NCCL_NVLS_ENABLE", "0")
         env.setenv("RANK", "7")  # as if the caller were a rank of torchrun
-        with RankPool(2, "cpu", timeout_s=60) as pool:
-            yield pool
+        pool = RankPool(2, "cpu", timeout_s=60)
+    with pool:
+        yield pool
 
 
 def test_results_are_in_rank_order(pool):
@@ -478,7 +481,7 @@ def test_too_few_gpus_skips_without_counting(monkeypatch):
         (2, [], "", True),
         pytest.param(0, ["tests"], "", False, marks=thorough),
         pytest.param(0, ["tests/test_one.py"], "", True, marks=thorough),  # a single file need not run several ranks
-        (0, ["-k", "one"], "true", False),  # in CI the rule always applies
+        pytest.param(0, ["-k", "one"], "true", False, marks=thorough),  # in CI the rule always applies
     ],
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
@@ -497,6 +500,16 @@ def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passe
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert ("no test ran on two ranks or more" in done.stdout) != passes
     assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_rule_applies_to_whole_suites_and_in_ci(ci, monkeypatch):
+    monkeypatch.setenv("CI", "true" if ci else "")
+    names = "collectonly", "keyword", "markexpr", "deselect", "ignore"
+    for narrowed, args in (({}, ["tests"]), ({"keyword": "one"}, ["tests"]), ({}, ["tests/test_one.py"])):
+        option = SimpleNamespace(**dict.fromkeys(names, None) | narrowed)
+        config = SimpleNamespace(option=option, rootpath=Path.cwd(), args=args, getini=lambda name: ["tests"])
+        assert conftest._whole_suite(config) == (ci or not narrowed and args == ["tests"])
 
 
 def test_lambda_is_rejected():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ranks
+from tests.support import forked_ranks, ranks
 from tests.support.programs import environment
 from tests.support.subset import THOROUGH
 
@@ -17,8 +17,10 @@ PAGE = ROOT / "docs" / "contributing" / "write-an-operator.md"
 
 
 def run_tests(folder, *options):
-    """Run the tests of the example in a folder, as a reader does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_norm_all_gather.py"]
+    """Run the tests of the example in a folder, as a reader does; their ranks are forked if those of this suite are."""
+    forks = ["-p", "tests.support.forks_ranks"] if forked_ranks.is_installed() else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *forks, *options]
+    command.append("test_norm_all_gather.py")
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=400)
 
 

@@ -321,7 +321,7 @@ def test_stale_lock_file_is_ignored(file):
     assert read_from_disk() == [make_entry()]
 
 
-WRITERS, STORES = 4, 10
+WRITERS, STORES = 3, 10
 WRITER = f"""
 import sys
 from tdkernels.autotune import disk_cache

@@ -24,6 +24,7 @@ from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select
 from tdkernels.__main__ import main
 from tdkernels.autotune.timing import LEAD_CALLS
 from tdkernels.cli import bench
+from tests.support.programs import run_without_gpus
 from tests.support.ranks import DEVICE, device, on_ranks
 from tests.support.simulated_nodes import thorough
 
@@ -325,7 +326,7 @@ def run_python(*arguments, cwd):
 
 def test_rehearsal_measures_all_methods_and_writes_nothing(tmp_path):
     options = ["--peers", "torch-fused", "--cuda-graph", "--shapes", "seed", "--out", str(tmp_path / "out")]
-    code, out, err = run_python("-m", "tdkernels", "bench", "gemm_rs", *options, cwd=tmp_path)
+    code, out, err = run_without_gpus(main, ["bench", "gemm_rs", *options], cwd=tmp_path)
     assert code == 0, err
     assert out.startswith("Rehearsal on 2 CPU ranks")
     for method in ("gemm", "collective", "sequence", "tdkernels", "tdkernels-default"):
@@ -339,8 +340,8 @@ def test_rehearsal_measures_all_methods_and_writes_nothing(tmp_path):
 
 @thorough
 def test_rehearsal_measures_requested_small_shapes(tmp_path):
-    bench = ["-m", "tdkernels", "bench", "ag_gemm", "--peers", "none", "--shapes", "64x32x32"]
-    code, out, err = run_python(*bench, cwd=tmp_path)
+    options = ["--peers", "none", "--shapes", "64x32x32"]
+    code, out, err = run_without_gpus(main, ["bench", "ag_gemm", *options], cwd=tmp_path)
     assert code == 0, err
     assert re.search(r"│ 64x32x32 +│ tdkernels ", out) and "instead of" not in out and "256x128x128" not in out
 
@@ -369,7 +370,7 @@ def test_message_sizes_and_wire_bytes():
 
 def test_rehearsal_of_norms(tmp_path):
     options = ["--config", '{"num_warps": 2}', "--out", str(tmp_path / "out")]
-    code, out, err = run_python("-m", "tdkernels", "bench", "all_reduce_layer_norm", *options, cwd=tmp_path)
+    code, out, err = run_without_gpus(main, ["bench", "all_reduce_layer_norm", *options], cwd=tmp_path)
     assert code == 0, err
     methods = "sequence", "all-reduce", "tdkernels", "tdkernels-default", "tdkernels-one-shot", "tdkernels-two-shot"
     for shape in ("1x64", "5x48"):

@@ -12,6 +12,7 @@ import pytest
 from tdkernels.__main__ import main
 from tdkernels.autotune import disk_cache, table
 from tests.autotune.entries import GPU, cache_in, make_entry
+from tests.support.programs import run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def run_cli(*arguments):
 
 def test_tune_stores_the_entry_and_does_not_tune_again(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2"]
-    code, out, err = run_cli(*tune)
+    code, out, err = run_here(main, tune)
     assert code == 0 and "nothing is kept" in out, err
     assert not folder.exists(), "a rehearsal on CPU ranks must not store its result"
     tune.append("--keep")
@@ -43,17 +44,17 @@ def test_tune_stores_the_entry_and_does_not_tune_again(folder):
     assert "method=torch" in out and "efficiency" in out and "candidates" in out
     (entry,) = disk_cache.load(folder / "cpu" / "ag_gemm.json")
     assert entry.problem.shape == (32, 32, 16) and entry.plain_ms > 0
-    code, out, err = run_cli(*tune)
+    code, out, err = run_here(main, tune)
     assert code == 0 and "is in the cache" in out and "nothing to tune" in out
 
 
 def test_tune_prints_only_json_on_stdout(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2", "--json"]
-    code, out, err = run_cli(*tune, "--keep")
+    code, out, err = run_here(main, [*tune, "--keep"])
     assert code == 0 and "rehearsal" in err and "efficiency" in err, err
     (entry,) = json.loads(out)
     assert entry["operator"] == "ag_gemm" and entry["shape"] == [32, 32, 16]
-    code, out, err = run_cli(*tune)
+    code, out, err = run_here(main, tune)
     assert code == 0 and json.loads(out) == [] and "is in the cache" in err
 
 

@@ -39,7 +39,7 @@ def computes(operator, dtype, shape, bias, exact, seed, config):
 
 
 @settings(
-    max_examples=12 if ON_GPU else 45, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12 if ON_GPU else 30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
     world_size=st.integers(2, 4),

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.support.programs import environment
+from tdkernels.__main__ import main
+from tests.support.programs import environment, run_without_gpus
 from tests.support.simulated_nodes import thorough
 
 PROGRAM = """
@@ -74,31 +75,29 @@ def test_invalid_arguments(call, message):
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "tdkernels", "bench", *arguments]
-    without_gpus = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=without_gpus, capture_output=True, text=True, timeout=300)
+    code, output, errors = run_without_gpus(main, ["bench", *arguments])
+    assert code == 0, errors[-2000:]
+    return output
 
 
 def test_bench_rehearses_on_the_cpu():
-    run = bench("ag_gemm", "gemm_rs", "gemm_ar", "--solo", "4", "--link", "390", "--shapes", "256x256x128",
-                "--backward", "--config", '{"transport": "direct"}')
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = run.stdout.splitlines()
+    output = bench("ag_gemm", "gemm_rs", "gemm_ar", "--solo", "4", "--link", "390", "--shapes", "256x256x128",
+                   "--backward", "--config", '{"transport": "direct"}')
+    lines = output.splitlines()
     for case in ("ag_gemm 256", "ag_gemm backward 256", "gemm_rs 256", "gemm_rs backward 256"):
         (line,) = [line for line in lines if line.startswith(case)]
         assert "gemm " in line and "tdkernels " in line
         assert ('{"transport": "direct"}' in line) == (case == "gemm_rs 256")
     (line,) = [line for line in lines if line.startswith("gemm_ar 256")]
     assert "gemm " in line and '{"transport": "direct"}' in line and "tdkernels " not in line  # selects "forward"
-    assert "No byte crossed a link." in run.stdout and "nothing is written" in lines[-1]
+    assert "No byte crossed a link." in output and "nothing is written" in lines[-1]
 
 
 @thorough
 def test_bench_starts_no_case_after_the_time_limit():
-    run = bench("ag_gemm", "--solo", "4", "--shapes", "256x128x128", "--seconds", "0.001")
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "time limit reached: 1 of 1 cases are skipped, from ag_gemm 256x128x128 on" in run.stdout
-    assert "No byte crossed a link." in run.stdout
+    output = bench("ag_gemm", "--solo", "4", "--shapes", "256x128x128", "--seconds", "0.001")
+    assert "time limit reached: 1 of 1 cases are skipped, from ag_gemm 256x128x128 on" in output
+    assert "No byte crossed a link." in output
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -109,14 +108,11 @@ def test_bench_starts_no_case_after_the_time_limit():
     (["ag_gemm", "--link", "390"], "--link is for --solo"),
 ])
 def test_bench_rejects(arguments, message, capsys):
-    from tdkernels.__main__ import main
-
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_trace_records_the_only_rank(tmp_path, capsys):
-    from tdkernels.__main__ import main
     from tdkernels.trace.perfetto import load
 
     arguments = ["trace", "gemm_rs", "--solo", "4", "--shape", "512x256x128", "--device", "cpu", "--no-picture"]

@@ -32,7 +32,7 @@ DEVICE = "cuda" if ASKED == "shared" else ASKED  # the device of the kernels
 if ASKED == "shared":
     host_collectives.install()
 if DEVICE == "cpu" or not torch.cuda.is_available():
-    forked_ranks.install()
+    forked_ranks.install(["tests.support.preloaded"] if os.environ.get("CI") else [])
 
 # Less than pytest's own timeout, so that the pool reports a hang with the rank and its stack.
 TIMEOUT_S = float(os.environ.get("TDKERNELS_TEST_TIMEOUT_S") or 240.0)
@@ -84,16 +84,21 @@ def _call(fn, /, *args, **kwargs):
 
     Imported modules are nearly all objects; each group ends with a collection, and the ranks share cores.
     """
-    global _modules_frozen
     if len(sys.modules) > _modules_frozen:
-        gc.collect()
-        gc.freeze()
-        _modules_frozen = len(sys.modules)
+        freeze_imports()
     try:
         return fn(*args, **kwargs)
     finally:
         if ASKED == "shared":
             torch.cuda.empty_cache()  # the other ranks on this GPU need the memory
+
+
+def freeze_imports():
+    """Exclude the imported modules from garbage collections."""
+    global _modules_frozen
+    gc.collect()
+    gc.freeze()
+    _modules_frozen = len(sys.modules)
 
 
 def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:

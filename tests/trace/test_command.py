@@ -1,30 +1,25 @@
 """`python -m tdkernels trace`: arguments, files and printed tables."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tdkernels.__main__ import main
+from tests.support.programs import run_here
 from tests.support.simulated_nodes import thorough
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = ["ag_gemm", "--shape", "128x64x32", "--dtype", "fp32", "--device", "cpu", "--world-size", "2"]
 
 
 def test_trace_command_writes_files_and_prints_tables(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "tdkernels", "trace", *SMALL, "--repetitions", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert run.returncode == 0, run.stderr
+    code, output, errors = run_here(main, ["trace", *SMALL, "--repetitions", "1", "--out", str(tmp_path)])
+    assert code == 0, errors
     name = "ag_gemm-128x64x32-float32-cpux2"
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png"]
     for phrase in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
                   "clocks agree within", "transport=", "perfetto", f"{name}.png", "times say nothing"):
-        assert phrase in run.stdout
+        assert phrase in output
     check_redrawing(tmp_path / f"{name}.json")
 
 

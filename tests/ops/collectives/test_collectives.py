@@ -9,7 +9,7 @@ from tdkernels.ops.collectives.config import EXCHANGES, CollectiveConfig, defaul
 from tests.ops.collectives import cases
 from tests.ops.collectives.cases import OPERATORS, SHAPES, SMALL
 from tests.support.ranks import dies, fresh_ranks, on_ranks
-from tests.support.subset import EVERYTHING, at_once, pairs, turns
+from tests.support.subset import EVERYTHING, THOROUGH, at_once, pairs, turns
 
 TIMEOUT_S = 2.0 if EVERYTHING else 1.0  # a GPU may have to load a kernel first
 
@@ -58,7 +58,7 @@ def test_every_exchange_is_covered():
 
 @pytest.mark.parametrize(
     "operator, config, world_size, dtype",
-    turns(configs_of(), [(1, BF16)]) + turns(configs_of(), [(2, FP32), (3, BF16), (4, FP16)], 2),
+    turns(configs_of(), [(1, BF16)]) + turns(configs_of(), [(2, FP32), (3, BF16), (4, FP16)], 1 + THOROUGH),
     ids=str,
 )
 def test_configs(operator, config, world_size, dtype):
@@ -70,9 +70,12 @@ def test_dtypes(world_size, dtype, operator):
     on_ranks(world_size, cases.computes, operator, dtype, [(1,), (5, 7), (150,)], None)
 
 
-@pytest.mark.parametrize("changes", [None, SMALL_CHUNKS, {"exchange": "copy_engine"}, {"method": "torch"}], ids=str)
+ANY_DTYPES = [torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.float64]
+GATHERS = [None, SMALL_CHUNKS, {"exchange": "copy_engine"}, {"method": "torch"}]
+
+
 @pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.float64], ids=str
+    "dtype, changes", turns([(dtype,) for dtype in ANY_DTYPES], [(one,) for one in GATHERS], 2, THOROUGH), ids=str
 )
 def test_all_gather_of_any_dtype(dtype, changes):
     """Check sizes that are odd or multiples of 2, 4, 8 and 16 bytes, smaller and larger than a chunk."""

@@ -16,7 +16,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU"
 
 @pytest.mark.parametrize("world_size, kinds, calls", [
     (world_size, KINDS, 80) for world_size in (2, 3, 4)
-] if ON_GPU else [(2, KINDS, 6), (3, KINDS[2:], 3)])
+] if ON_GPU else [(2, KINDS, 4), (3, KINDS[2:], 2)])
 def test_determinism(world_size, kinds, calls):
     on_ranks(world_size, rank_cases.is_deterministic, kinds, calls, seed=world_size)
 

@@ -14,6 +14,7 @@ from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
 from tests.ops.experts.dispatch.rank_cases import check_killed
 from tests.ops.experts.dispatch.test_dispatch import BITS, CONFIGS, CPU_CASES, FULL_RANK, SPECS
 from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
+from tests.support.subset import THOROUGH, turns
 
 ON_GPU = DEVICE == "cuda"
 
@@ -91,10 +92,13 @@ def test_too_many_tokens(config):
     on_ranks(3, low_latency_cases.rejects_too_many_tokens, config)
 
 
-@pytest.mark.parametrize("config", BOTH_STRATEGIES, ids=["low latency", "two-phase"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("how", ["calls", "separate phases", "backward"])
-def test_early_error_keeps_other_ranks_in_step(how, world_size, config):
+HOW = [("calls",), ("separate phases",), ("backward",)]
+RANKS = [(2, "two-phase"), (3, "low latency"), (2, "low latency"), (3, "two-phase")]
+
+
+@pytest.mark.parametrize("how, world_size, strategy", turns(HOW, RANKS[: 4 if THOROUGH else 2], 2, THOROUGH))
+def test_early_error_keeps_other_ranks_in_step(how, world_size, strategy):
+    config = BOTH_STRATEGIES[strategy == "two-phase"]
     on_ranks(world_size, low_latency_cases.keeps_other_ranks_in_step, config, how)
 
 
