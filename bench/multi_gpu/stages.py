@@ -127,7 +127,9 @@ def _models():
 
 def _scaled(gpus):
     tune = {"limited": False, "out": False}
-    yield Stage("scaled", 90, (_module("bench.dense.scaled", "--layouts", "scaled", "scaled fast", "--configs"),))
+    for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        options = "--operators", operator, "--layouts", "scaled", "scaled fast", "--configs"
+        yield Stage(f"scaled-{operator}", 75, (_module("bench.dense.scaled", *options),))
     yield Stage("wire", 50, (_module("bench.dense.wire", limited=False),))
     yield Stage("tune-fp8", 60, (
         _tdkernels("tune", *_MODELS[:2], "--tokens", "8192", "--dtype", "fp8", "--layout", "scaled", log="tune-fp8",
@@ -145,7 +147,7 @@ def _norms(gpus):
         product = _module("bench.dense.norm", "--rounds", "5", "--nproc", str(ranks), limited=False,
                           log=f"gemm-norm-{ranks}", gpus=other)
         if half == other:
-            yield Stage(f"norm-{ranks}", 45, (fused,))
+            yield Stage(f"norm-{ranks}", 75, (fused,))
             yield Stage(f"gemm-norm-{ranks}", 60, (product,))
         else:
             yield Stage(f"norms-{ranks}", 60, (fused, product))

@@ -27,7 +27,10 @@ def helper_launches():
         ],
         kernel_async_reduce_scatter.add_parts_kernel: [
             ([ctx, x, x, x, 1 << 24, 8192, 1 << 25], {**add, "RANKS": 4, "ALIGNED": True, "HAS_BIAS": True}),
-            ([ctx, pointer(FP32), None, pointer(FP32), 1, 1, 256], {**add, "RANKS": 2, "ALIGNED": False, "HAS_BIAS": False}),
+            (
+                [ctx, pointer(FP32), None, pointer(FP32), 1, 1, 256],
+                {**add, "RANKS": 2, "ALIGNED": False, "HAS_BIAS": False},
+            ),
         ],
         kernel_merge.merge_kernel: [_merge(BF16, 128, 1 << 20, 1 << 19, 1 << 18), _merge(FP32, 72, 1, 1, 1)],
     }
