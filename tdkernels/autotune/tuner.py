@@ -1,8 +1,8 @@
 """The tuner: all ranks of a group try the same candidates in the same order, in synchronized steps.
 
 1. Candidates. Take the operator's search space without configs that cannot run, and without those that the cost model
-   estimates to be far slower than the best. The default config, the torch baseline, if it exists, and the candidate of
-   each method and transport with the best estimate always stay.
+   estimates to be far slower than the best. The default config, the torch baseline, if it exists, and the best estimate
+   of each method and transport always stay.
 2. Compile. Each rank of a node compiles its share of the distinct kernels, several at a time. Then every rank loads all
    of them from Triton's cache on disk.
 3. Check. Call each candidate once on poisoned memory, and compare with the operator's reference in a wider dtype.
@@ -29,7 +29,7 @@ import torch
 
 from tdkernels.autotune import disk_cache
 from tdkernels.autotune.accuracy import Reference, poison
-from tdkernels.autotune.candidate import Result, Trial
+from tdkernels.autotune.candidate import Result, Trial, first_of_each_kind
 from tdkernels.autotune.group_step import GroupStep, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.invariance import batch_invariant
@@ -113,25 +113,12 @@ def tune_problem(
             return _Tuner(tunable, problem, ranks, budget_s, on_progress, keep).tune()
 
 
-def _first_of_each_kind(configs):
-    """Return the first config of each method and transport.
-
-    The estimates of different methods cannot be compared well: the rates of links depend on the number of ranks. On 8
-    H200 the kernel was estimated to be the fastest for 8192 x 8192 x 28672, and the pipelined method was not tried.
-    """
-    first = {}
-    for config in configs:
-        first.setdefault((getattr(config, "method", None), getattr(config, "transport", None)), config)
-    return list(first.values())
-
-
 class _Tuner:
     def __init__(self, tunable, problem, ranks, budget_s, on_progress, keep):
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
         self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
         self.rates = hardware(self.device, problem.torch_dtype)
-        self._burst_of = burst
-        self.begin = time.monotonic()
+        self._burst_of, self.begin = burst, time.monotonic()
         self.budget_s, self._keep = budget_s, keep
         self._callback = on_progress if self.state.rank == 0 else None
         self.log = []
@@ -158,18 +145,18 @@ class _Tuner:
 
     def _candidates(self):
         space = list(dict.fromkeys(self.tunable.space(self.problem, self.device)))
-        legal = [c for c in space if self.tunable.illegal(c, self.problem, self.device) is None]
+        legal = [config for config in space if self.tunable.illegal(config, self.problem, self.device) is None]
         estimates = {config: self.tunable.estimate_ms(config, self.problem, self.rates) for config in legal}
         ranked = sorted(legal, key=estimates.get)
         near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]  # may be empty
-        always = [self.tunable.default(self.problem, self.device), *self._plain()]
-        kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES] + _first_of_each_kind(ranked)))
-        beyond = max(len(near) - _MAX_CANDIDATES, 0)
-        and_plain = "and the unfused baseline " if self._plain() else ""
+        always = [self.tunable.default(self.problem, self.device), *self._plain(), *first_of_each_kind(ranked)]
+        kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
+        beyond, pruned = max(len(near) - _MAX_CANDIDATES, 0), len(legal) - len(near)
+        plain = ", the unfused baseline" if self._plain() else ""
         self._say(
-            f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {len(legal) - len(near)} are beyond "
-            f"{_PRUNE:g} x the best estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, the "
-            f"default {and_plain}and the best estimate of each method and transport among them"
+            f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {pruned} are beyond {_PRUNE:g} x the best "
+            f"estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, among them the default{plain} "
+            "and the best estimate of each method and transport"
         )
         fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
         self.state.check_consensus(f"tune {self.problem.operator}", fields)
