@@ -155,8 +155,8 @@ class _Tuner:
         plain = ", the unfused baseline" if self._plain() else ""
         self._say(
             f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {pruned} are beyond {_PRUNE:g} x the best "
-            f"estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, among them the default{plain} "
-            "and the best estimate of each method and transport"
+            f"estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, among them the "
+            f"default{plain} and the best estimate of each method and transport"
         )
         fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
         self.state.check_consensus(f"tune {self.problem.operator}", fields)
