@@ -10,6 +10,7 @@ import torch
 
 import tdkernels
 from bench.core import graphs, harness
+from bench.models.cases import COMPILED
 from bench.models.method import OUTPUTS, own
 from tdkernels import autotune
 from tdkernels.launch import rank_device
@@ -47,8 +48,9 @@ def measure(case, plan):
         notes = {name: method.note() or None for name, method in methods.items()}
         peaks = {name: _peak_bytes(method) for name, method in methods.items()}
         calls = {(name, False): method.call for name, method in methods.items()}
-        if case.is_decode and on_gpu:
-            captured, not_captured = _in_graphs(methods, found)
+        if case.phase != "prefill" and on_gpu:  # both are limited by the host in eager mode
+            plain = {name: method for name, method in methods.items() if name not in COMPILED}
+            captured, not_captured = _in_graphs(plain, found)
             calls |= captured
             absent |= not_captured
         times = harness.time_methods(calls, [None], plan.rounds, plan.burst_ms)

@@ -98,10 +98,11 @@ def _section(runs):
 
 
 def _phase(row):
+    graph = ", CUDA graph" * row["graph"]
     if row["phase"] != "decode":
         sequences = f" in {row['batch']} sequences" if row["batch"] > 1 else ""
-        return f"{row['phase']}, {row['tokens']} tokens{sequences}"
-    return f"decode, {row['batch']} x {row['context']} keys{', CUDA graph' * row['graph']}"
+        return f"{row['phase']}, {row['tokens']} tokens{sequences}{graph}"
+    return f"decode, {row['batch']} x {row['context']} keys{graph}"
 
 
 def _over_fastest(run, baseline, methods):
