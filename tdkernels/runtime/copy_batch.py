@@ -63,16 +63,20 @@ class CopyBatch:
             ctypes.c_size_t(count), ctypes.byref(_IN_STREAM_ORDER), _FROM_FIRST, ctypes.c_size_t(1),
         )
 
-    def enqueue(self, sources: Sequence[torch.Tensor], stream: Any) -> None:
+    def __len__(self) -> int:
+        """Return the number of copies."""
+        return len(self._destinations)
+
+    def enqueue(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         """Enqueue the copies after earlier work of the current stream and before later work.
 
         Args:
             sources: For each destination a contiguous tensor with the same shape and dtype.
-            stream: The current stream, or None on the CPU.
+            stream: The current stream.
         """
-        function = None if stream is None else _batch_function()
+        function = _batch_function()
         if function is not None and not torch.cuda.is_current_stream_capturing():
-            for number, source in enumerate(sources):
+            for number, source in zip(range(len(self)), sources, strict=True):
                 self._sources[number] = source.data_ptr()
             if function(*self._arguments, ctypes.c_void_p(stream.cuda_stream)) == 0:
                 return

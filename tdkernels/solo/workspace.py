@@ -93,7 +93,7 @@ class SoloWorkspace(Workspace):
         buffer = SoloBuffer(self.group, self._memory, self._nbytes, shift)
         ctx = self.ctx.clone()
         ctx[words.CTX_BASES.value :][:ranks] = torch.tensor(buffer.addresses, device=ctx.device)
-        self._forget_launches()
+        self._make_caches()  # those of other plans remain
         relay = Relay(
             self.name, ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate,
             signals_last=self.name in _SENT_FROM_THE_BEGINNING,

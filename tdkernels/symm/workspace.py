@@ -72,7 +72,7 @@ class Workspace(Mailbox):
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
-        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
+        self._make_caches()
         self._plans = {}  # (operator, fields) of a plan -> its id
         self._retired = []
         self._broken = None
@@ -314,9 +314,12 @@ class Workspace(Mailbox):
         self.buffer, self._retired = None, []
         self._forget_launches()
 
+    def _make_caches(self):
+        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
+
     def _forget_launches(self):
         self.launches.clear()  # WithinCall refers to this cache, which refers to the buffer: a reference cycle
-        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
+        self._make_caches()
 
 
 def get_workspace(

@@ -38,7 +38,7 @@ def test_tune_stores_the_entry_and_does_not_tune_again(folder):
     assert code == 0 and "nothing is kept" in out, err
     assert not folder.exists(), "a rehearsal on CPU ranks must not store its result"
     tune.append("--keep")
-    code, out, err = run_cli(*tune)
+    code, out, err = run_here(main, tune)
     assert code == 0, err
     assert "rehearsal" in out and "ag_gemm 32x32x16 float32 nk on 2 x cpu" in out
     assert "method=torch" in out and "efficiency" in out and "candidates" in out
@@ -50,7 +50,7 @@ def test_tune_stores_the_entry_and_does_not_tune_again(folder):
 
 def test_tune_prints_only_json_on_stdout(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2", "--json"]
-    code, out, err = run_here(main, [*tune, "--keep"])
+    code, out, err = run_cli(*tune, "--keep")
     assert code == 0 and "rehearsal" in err and "efficiency" in err, err
     (entry,) = json.loads(out)
     assert entry["operator"] == "ag_gemm" and entry["shape"] == [32, 32, 16]

@@ -288,8 +288,7 @@ def test_autocast():
 
 
 def accepts_empty_and_special_values():
-    combinations = pairs(list(CLASSES), RECIPES, (False, True), (False, True), everything=THOROUGH)
-    for layer, recipe, dweight, parallel in combinations:
+    for layer, recipe, dweight, parallel in pairs([*CLASSES], RECIPES, *[(False, True)] * 2, everything=THOROUGH):
         k, n = (H, I) if layer == "column" else (I, H)
         module = CLASSES[layer](
             k, n, float8=recipe, float8_dweight=dweight, sequence_parallel=parallel, device=device(),

@@ -49,9 +49,16 @@ def test_each_call_copies_its_sources(monkeypatch, tensors, code, capturing, cal
     assert found == [(3, 5)] * calls
 
 
-@pytest.mark.parametrize("stream", [None, STREAM])
-def test_without_a_driver(monkeypatch, tensors, stream):
+def test_without_a_driver(monkeypatch, tensors):
     monkeypatch.setattr(copy_batch, "_batch_function", lambda: None)
     destinations, (sources, _) = tensors
-    CopyBatch(destinations).enqueue(sources, stream)
+    CopyBatch(destinations).enqueue(sources, STREAM)
     assert all(map(torch.equal, destinations, sources))
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_each_destination_needs_a_source(monkeypatch, tensors, number):
+    found = of_driver(monkeypatch, 0)
+    with pytest.raises(ValueError, match="zip"):
+        CopyBatch(tensors[0]).enqueue((tensors[1][0] * 2)[:number], STREAM)
+    assert not found

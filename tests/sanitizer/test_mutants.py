@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tdkernels.lang import memory
+from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.sanitizer import RaceError, record
 from tests.ops.attention.flash_decode import cases as decoding
 from tests.ops.attention.flash_decode.oracle import Decode
@@ -78,6 +79,55 @@ def test_mutant_is_caught(name):
     assert all([str(race) for race in other] == [str(race) for race in first] for other in others)
     files = {access.file.rpartition("/")[2] for race in first for access in (race.first, race.second)}
     assert mutant.file in files, first[0]
+
+
+def signals_first(self, _key, find, sources):
+    """A faulty ``AsyncCollective._copy_to_peers``: it sets the signals before it copies the data."""
+    found = find()
+    for _, *signal in found:
+        if signal[0] != self.rank:
+            self._announce(*signal)
+    for (destination, *_), source in zip(found, sources, strict=True):
+        self._copy(destination, source)
+
+
+def races_of_signals_first(name):
+    variant = VARIANTS[name]
+    variant.run()
+    with record(check=False) as races, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncCollective, "_copy_to_peers", signals_first)
+        variant.run()
+    return [(race.first.file, race.second.file, race.place) for race in races]
+
+
+@pytest.mark.parametrize("name", ["ag_gemm parts 2", "column_linear pipelined backward"])
+def test_signals_before_copies_to_several_peers_are_races(name):
+    for races in on_ranks(VARIANTS[name].world_size, races_of_signals_first, name):
+        assert races, "no race was found"
+
+
+def copies_to_several_peers(name):
+    """Return [(number of copies, number of calls of ``AsyncCollective._copy``)] of all calls of ``_copy_to_peers``."""
+    variant, seen, found = VARIANTS[name], [], []
+    copy, copy_to_peers = AsyncCollective._copy, AsyncCollective._copy_to_peers
+
+    def counted(self, key, find, sources):
+        before = len(seen)
+        copy_to_peers(self, key, find, sources)
+        found.append((len(sources), len(seen) - before))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncCollective, "_copy", lambda self, *args: (seen.append(args), copy(self, *args)))
+        patch.setattr(AsyncCollective, "_copy_to_peers", counted)
+        variant.run()
+    return found
+
+
+def test_copies_to_several_peers_are_seen():
+    """The race checker observes ``AsyncCollective._copy``."""
+    name = "ag_gemm parts 2"
+    for found in on_ranks(VARIANTS[name].world_size, copies_to_several_peers, name):
+        assert found and all(expected == seen > 0 for expected, seen in found)
 
 
 def raise_race_error():

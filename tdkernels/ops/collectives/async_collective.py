@@ -148,14 +148,18 @@ class AsyncCollective:
                 peer). If the peer is this rank, no signal is set.
             sources: For each destination a contiguous tensor with the same shape and dtype.
         """
-        data, words, signals = self._cached(("batch", key), lambda: _batches(find(), self.rank))
-        stream = None if self.device.type == "cpu" else side_stream(self.device)
+        if self.device.type == "cpu":
+            found = find()
+            for (destination, *_), source in zip(found, sources, strict=True):
+                self._copy(destination, source)
+            for _, *signal in found:
+                if signal[0] != self.rank:
+                    self._announce(*signal)
+            return
+        data, words = self._cached(("batch", key), lambda: _batches(find(), self.rank))
+        stream = side_stream(self.device)
         data.enqueue(sources, stream)
-        if stream is None:
-            for signal in signals:
-                self._announce(*signal)
-        else:
-            words.enqueue([self._cached("signal", self.workspace.signal_value)] * len(signals), stream)
+        words.enqueue([self._cached("signal", self.workspace.signal_value)] * len(words), stream)
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel whose arguments are integers that it is not specialized on."""
@@ -196,6 +200,5 @@ class AsyncCollective:
 
 
 def _batches(found, rank):
-    """Return (CopyBatch of the data, CopyBatch of the signals, list of signals) of ``_copy_to_peers``."""
-    signals = [signal for _, *signal in found if signal[0] != rank]
-    return CopyBatch([slot for slot, *_ in found]), CopyBatch([word for *_, word in signals]), signals
+    """Return (CopyBatch of the data, CopyBatch of the signals) of ``_copy_to_peers``."""
+    return CopyBatch([slot for slot, *_ in found]), CopyBatch([word for _, peer, _, word in found if peer != rank])

@@ -14,8 +14,8 @@ no rank still reads data of call t.
     "copy_engine"    by one copy per chunk on a side stream, so that all SMs compute. The call begins with a barrier.
     "one_shot"       by programs. Tiles begin after the whole gather, for small M (``kernel_one_shot``).
 
-Method "parts" (``pipelined``). A pipelined GEMM: torch's GEMM (cuBLAS) multiplies one shard at a time, while the copy
-engine brings the next shards.
+Method "parts" (``pipelined``). A pipelined GEMM: torch's GEMM (cuBLAS) multiplies one shard or several at a time, while
+the copy engine brings the next shards.
 
 Groups on several nodes (``kernel_multinode``). A shard crosses the network once per other node, to the rank with the
 same local rank, which relays it to the ranks of its node.

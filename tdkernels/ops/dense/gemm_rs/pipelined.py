@@ -2,7 +2,7 @@
 
 The part of rank + 1 is computed first, this rank's own part last. Then the parts of all ranks, each rounded to the
 dtype of the output, are added in fp32 and in rank order. The GEMM has all SMs. The cost is one more read and write of
-the sum.
+the sum. Callers that launch other work before they add the parts compute half of the ranks' parts at a time.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ def send_halves(scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.T
     own = None
     for begin, end in (first, last):
         parts = product_of(x[begin * rows : end * rows], weight).view(end - begin, rows, -1).unbind()
-        # Ranks that send to the same half at the same time send to different owners.
+        # In this order, ranks that send to the same half send to different owners, if the halves have the same size.
         turn = rank % middle % (end - begin)
         owners = [begin + (turn + step) % (end - begin) for step in range(end - begin)]
         scatter.send_all({owner: parts[owner - begin] for owner in owners if owner != rank})
