@@ -165,7 +165,7 @@ class AsyncCollective:
         """Launch one program of a kernel whose arguments are integers that it is not specialized on."""
         places = range(1, 1 + len(args))
         make = lambda: BoundLaunch((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
-        bound_launch = self._cached((kernel.fn, *constants.items()), make)  # the hash of the kernel takes longer
+        bound_launch = self._cached((kernel, *constants.items()), make)
         kernel.launch_bound(bound_launch, args)
 
     def _launch_on(self, tensors, kernel, programs, *numbers, **constants):
@@ -177,7 +177,7 @@ class AsyncCollective:
         """
         places = range(1, 1 + len(tensors))
         make = lambda: BoundLaunch((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
-        key = kernel.fn, programs, *numbers, *pointer_signature(tensors), *constants.items()
+        key = kernel, programs, *numbers, *pointer_signature(tensors), *constants.items()
         kernel.launch_bound(self._cached(key, make), tensors)
 
     def _cached(self, key, make):
