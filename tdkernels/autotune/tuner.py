@@ -118,8 +118,8 @@ class _Tuner:
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
         self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
         self.rates = hardware(self.device, problem.torch_dtype)
-        self._burst_of, self.begin = burst, time.monotonic()
-        self.budget_s, self._keep = budget_s, keep
+        self._burst_of, self._keep = burst, keep
+        self.budget_s, self.begin = budget_s, time.monotonic()
         self._callback = on_progress if self.state.rank == 0 else None
         self.log = []
 

@@ -192,7 +192,7 @@ class AsyncAllGather(AsyncCollective):
     def _copy_at_once(self, own):
         shard = self.x.view(torch.uint8).view(-1)
         found = self._destinations if own else self._destinations[: -self.num_chunks]
-        key = own, self.slot_bytes, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
+        key = own, *self._layout
         find = lambda: [(slot, *signal) for slot, _, _, *signal in found]  # noqa: E731
         self._copy_to_peers(key, find, [shard[start:stop] for _, start, stop, *_ in found])
 
@@ -202,12 +202,16 @@ class AsyncAllGather(AsyncCollective):
 
         The slot and the signal are memory of the peer. This rank is the last peer.
         """
-        key = "destinations", self.slot_bytes, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
-        return self._cached(key, self._all_destinations)
+        return self._cached(("destinations", *self._layout), self._all_destinations)
+
+    @property
+    def _layout(self):
+        """(bytes of a slot, of the shard, of a chunk), which determine ``_destinations``."""
+        return self.slot_bytes, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
 
     def _all_destinations(self):
         workspace, rank, found = self.workspace, self.rank, []
-        size, chunk_bytes = self.rows * self.row_bytes, self.chunk_rows * self.row_bytes
+        _, size, chunk_bytes = self._layout
         first = workspace.data_offset + rank * self.slot_bytes
         for step in range(1, self.world_size + 1):
             peer = (rank + step) % self.world_size

@@ -93,11 +93,15 @@ def default_config(
     )
 
 
+def saved_by_two_shots(nbytes: int, world_size: int) -> int:
+    """Return how many bytes fewer a rank sends with "two_shot" than with "one_shot", for a tensor of ``nbytes``."""
+    return nbytes * (world_size - 1) * (world_size - 2) // world_size
+
+
 def default_exchange(operator: str, nbytes: int, world_size: int, device: "torch.device") -> str:
     """Return the heuristic exchange; arguments as for ``default_config``."""
     if operator == "all_gather" and nbytes >= world_size * _COPY_ENGINE_BYTES and device.type != "cpu":
         return "copy_engine"
     if operator == "all_reduce":
-        more = nbytes * (world_size - 1) * (world_size - 2) // world_size  # than "two_shot" sends
-        return "two_shot" if more > _SECOND_SHOT_BYTES else "one_shot"
+        return "two_shot" if saved_by_two_shots(nbytes, world_size) > _SECOND_SHOT_BYTES else "one_shot"
     return "one_shot"

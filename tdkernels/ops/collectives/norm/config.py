@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tdkernels.ops.collectives.config import default_exchange
+from tdkernels.ops.collectives.config import default_exchange, saved_by_two_shots
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 
@@ -112,8 +112,8 @@ def _default_exchange(rows, hidden, dtype, world_size, device):
     nbytes = rows * hidden * dtype.itemsize
     if device.type == "cpu":
         return default_exchange("all_reduce", nbytes, world_size, device)
-    more = nbytes * (world_size - 1) * (world_size - 2) // world_size  # than "two_shot" sends
-    return "two_shot" if more > world_size * _SECOND_SHOT_BYTES_OF_RANK else "one_shot"
+    saved = saved_by_two_shots(nbytes, world_size)
+    return "two_shot" if saved > world_size * _SECOND_SHOT_BYTES_OF_RANK else "one_shot"
 
 
 def warps_of_row(hidden: int, device: "torch.device") -> int:

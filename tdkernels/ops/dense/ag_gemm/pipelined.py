@@ -6,6 +6,7 @@ hand the GEMM of a chunk cannot start before the whole chunk has arrived, and th
 the transfers take much less time than the GEMM, several shards are multiplied at a time.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -77,13 +78,12 @@ def launch(
         if into is not None:
             gather.copy_out(into, gather.rank)
         multiply(x, gather.rank)
-        shards = gather.gathered.unbind()
-        at_a_time = config.pieces == 1 and scales is None and into is None and _arrive_early(gather, weights)
-        if at_a_time:
+        if config.pieces == 1 and scales is None and into is None and _arrive_early(gather, weights):
             _multiply_groups(gather, weights, biases, ys)
-        for step in () if at_a_time else range(1, gather.world_size):
-            source = gather.source(step)
-            for number, (first, count) in enumerate(pieces):
+        else:
+            shards = gather.gathered.unbind()
+            for step, (number, (first, count)) in itertools.product(range(1, gather.world_size), enumerate(pieces)):
+                source = gather.source(step)
                 gather.wait(step, number)
                 if into is not None and number == len(pieces) - 1:
                     gather.copy_out(into, source)

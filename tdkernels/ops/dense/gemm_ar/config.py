@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tdkernels.ops.collectives.config import saved_by_two_shots
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
 from tdkernels.ops.dense import launch_direct
@@ -72,7 +73,7 @@ def default_config(
     rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
 ) -> GemmArConfig:
     """Return the heuristic config for operands [rows, k] and [n, k] of a rank."""
-    more = (world_size - 1) * (world_size - 2) * rows * n * dtype.itemsize // world_size
+    more = saved_by_two_shots(rows * n * dtype.itemsize, world_size)
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)

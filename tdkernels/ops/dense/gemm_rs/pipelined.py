@@ -82,14 +82,10 @@ def send_halves(scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.T
     middle = cdiv(ranks, 2)
     halves = (0, middle), (middle, ranks)
     first, last = halves if rank >= middle else halves[::-1]
-    own = None
     for begin, end in (first, last):
         parts = product_of(x[begin * rows : end * rows], weight).view(end - begin, rows, -1).unbind()
         # In this order, ranks that send to the same half send to different owners, if the halves have the same size.
         turn = rank % middle % (end - begin)
         owners = [begin + (turn + step) % (end - begin) for step in range(end - begin)]
         scatter.send_all({owner: parts[owner - begin] for owner in owners if owner != rank})
-        if begin <= rank < end:
-            own = parts[rank - begin]
-    assert own is not None
-    return own
+    return parts[rank - begin]  # of the second half
