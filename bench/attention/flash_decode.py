@@ -1,6 +1,10 @@
-"""Benchmark flash_decode: attention of one query token over a sharded KV cache, against torch with and without NCCL.
+"""Benchmark flash_decode: attention of a few query tokens over a sharded KV cache, against torch with and without NCCL.
 
     python -m tdkernels bench flash_decode --cuda-graph [--shapes h96-kv12-b1,BxHqxHkvxDxS] [--tokens 65536,131072]
+    python -m tdkernels bench flash_decode --cuda-graph --nproc 1 --shapes one-gpu
+
+Shapes are BxHqxHkvxDxS[xTq[xP]]. Several query tokens Tq are the last positions of their sequence, as in speculative
+decoding. P is the number of keys per page of a paged cache.
 
 Decoding steps usually run in a CUDA graph, so times in a graph are the relevant ones. Calls cycle through KV caches
 that exceed the GPU's caches. The floor is the time to read the keys and values of a rank once, at the rate of a large
@@ -23,6 +27,7 @@ from bench.dense.operators import DTYPE
 from tdkernels.launch import rank_device
 from tdkernels.ops.attention.flash_decode.config import default_config
 from tdkernels.ops.attention.flash_decode.launch import shape_of
+from tdkernels.rounding import cdiv
 
 OPERATORS = ["flash_decode"]
 PEERS = tuple(methods.PEERS)
@@ -33,7 +38,11 @@ _MAX_SETS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """q [batch, heads, dim] with a KV cache of ``keys`` positions per rank and ``kv_heads`` heads."""
+    """q [batch, heads, dim] with a KV cache of ``keys`` positions per rank and ``kv_heads`` heads.
+
+    With several query tokens, q is [batch, queries, heads, dim]. ``page`` is the number of keys per page of a paged
+    cache; 0 means a dense cache.
+    """
 
     batch: int
     heads: int
@@ -41,14 +50,24 @@ class Shape:
     dim: int
     keys: int
     name: str = ""
+    queries: int = 1
+    page: int = 0
 
     def __str__(self):
-        return f"{self.batch}x{self.heads}x{self.kv_heads}x{self.dim}x{self.keys}"
+        tokens = f"x{self.queries}" if self.queries > 1 else ""
+        pages = f", pages of {self.page}" if self.page else ""
+        return f"{self.batch}x{self.heads}x{self.kv_heads}x{self.dim}x{self.keys}{tokens}{pages}"
 
     @property
     def kv_bytes(self):
         """Bytes of a rank's keys and values."""
         return 2 * self.batch * self.keys * self.kv_heads * self.dim * DTYPE.itemsize
+
+
+def _sized(text, name=""):
+    """Return the Shape of sizes BxHqxHkvxDxS[xTq[xP]]."""
+    sizes = list(map(int, text.split("x")))
+    return Shape(*sizes[:5], name, *sizes[5:])
 
 
 _MAX_LOG2_KEYS = {1: 17, 8: 14, 32: 12, 128: 10}  # {batch: log2 of the largest number of keys per rank}
@@ -58,25 +77,45 @@ SHAPES = [
     for batch, largest in _MAX_LOG2_KEYS.items()
     for exponent in range(10, largest + 1)
 ]
-REHEARSAL_SHAPES = [Shape(1, 4, 2, 16, 8, "rehearsal")]
+ONE_GPU = "one-gpu"  # prefix of the names of LOCAL_SHAPES
+# Shapes for a single GPU: many query heads per kv head, other head dimensions, several query tokens, and pages.
+LOCAL_SHAPES = [
+    _sized(sizes, f"{ONE_GPU}-{group}")
+    for group, shapes in {
+        "dense": (
+            "16x16x1x128x24576", "4x64x8x128x40000", "8x40x40x128x10000", "1x64x8x128x500000", "8x16x8x256x16384",
+            "256x32x8x128x600", "1x32x1x128x65536",
+        ),
+        "tokens": [
+            f"{sizes}x{queries}" for sizes in ("16x16x1x128x24576", "4x64x8x128x40000") for queries in (2, 4, 8)
+        ],
+        "pages": (
+            "16x16x1x128x24576x1x16", "4x64x8x128x40000x1x16", "256x32x8x128x600x1x16", "4x64x8x128x40000x4x16",
+        ),
+        "small": ("1x32x8x128x1024", "1x32x8x128x8192", "8x32x8x128x2048"),
+    }.items()
+    for sizes in shapes
+]
+REHEARSAL_SHAPES = [_sized(sizes, "rehearsal") for sizes in ("1x4x2x16x8", "1x4x2x16x8x2", "1x4x2x16x8x1x4")]
 
 
 def parse_shapes(text, keys=None):
-    """Parse comma-separated prefixes of shape names, or sizes as BxHqxHkvxDxS; without text return all shapes.
+    """Parse comma-separated prefixes of shape names, or sizes as BxHqxHkvxDxS[xTq[xP]]; without text return SHAPES.
 
     Args:
         keys: restrict named shapes to these numbers of keys per rank, or None.
     """
-    chosen = []
+    chosen, known = [], [*SHAPES, *LOCAL_SHAPES]
     for word in text.split(",") if text else ("h",):
-        named = [shape for shape in SHAPES if shape.name.startswith(word)]
+        named = [shape for shape in known if shape.name.startswith(word)]
         if named:
             chosen += [shape for shape in named if keys is None or shape.keys in keys]
-        elif re.fullmatch(r"([1-9]\d*x){4}[1-9]\d*", word):
-            chosen.append(Shape(*map(int, word.split("x"))))
+        elif re.fullmatch(r"([1-9]\d*x){4,6}[1-9]\d*", word):
+            chosen.append(_sized(word))
         else:
-            names = ", ".join(dict.fromkeys(shape.name for shape in SHAPES))
-            raise ValueError(f"--shapes of flash_decode: {word!r} is neither BxHqxHkvxDxS nor a prefix of {names}")
+            names = ", ".join(dict.fromkeys(shape.name for shape in known))
+            sizes = "BxHqxHkvxDxS[xTq[xP]]"
+            raise ValueError(f"--shapes of flash_decode: {word!r} is neither {sizes} nor a prefix of {names}")
     if not chosen:
         raise ValueError(f"--tokens: no shape of flash_decode has {' or '.join(map(str, keys))} keys per rank")
     return list(dict.fromkeys(chosen))
@@ -97,21 +136,34 @@ class Case:
         """Return the reason why the case cannot be measured, or None."""
         if self.shape.heads % self.shape.kv_heads:
             return f"{self.shape.heads} query heads are not divisible by {self.shape.kv_heads} kv heads"
+        if self.shape.queries > self.shape.keys:  # the mask would leave a query token without keys
+            return f"{self.shape.queries} query tokens are more than {self.shape.keys} keys"
         return None
 
     def inputs(self, seed):
-        """Return q (the same on all ranks), this rank's KV cache and its lengths, drawn with ``seed``."""
+        """Return q (the same on all ranks), this rank's KV cache, its lengths and block table, drawn with ``seed``.
+
+        The block table is a random permutation of the pages; None for a dense cache.
+        """
         shape, device = self.shape, rank_device()
 
         def draw(seed, *sizes):
             generator = torch.Generator(device).manual_seed(seed)
             return torch.randn(*sizes, generator=generator, dtype=DTYPE, device=device)
 
-        q = draw(seed, shape.batch, shape.heads, shape.dim)
+        tokens = (shape.queries,) if shape.queries > 1 else ()
+        q = draw(seed, shape.batch, *tokens, shape.heads, shape.dim)
         own = 1000 + 2 * (seed * self.ranks + dist.get_rank())
-        cache = shape.batch, shape.keys, shape.kv_heads, shape.dim
+        rows, table = (shape.batch, shape.keys), None
+        if shape.page:
+            pages = cdiv(shape.keys, shape.page)
+            rows = shape.batch * pages, shape.page
+            order = torch.randperm(rows[0], generator=torch.Generator(device).manual_seed(own), device=device)
+            table = order.int().view(shape.batch, pages)
+        cache = *rows, shape.kv_heads, shape.dim
         lens = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
-        return SimpleNamespace(q=q, k=draw(own, *cache), v=draw(own + 1, *cache), lens=lens)
+        k, v = draw(own, *cache), draw(own + 1, *cache)
+        return SimpleNamespace(q=q, k=k, v=v, lens=lens, table=table, keys=shape.keys)
 
 
 def cases(operators, shapes, ranks):
@@ -156,7 +208,7 @@ def _input_sets(case):
 def _selected_configs(names, s):
     """Return {name: config} that calls without an explicit config select."""
     groups = {"local": methods.own_group(), "tdkernels": None}
-    operands = s.q, s.k, s.v, s.lens
+    operands = s.q, s.k, s.v, s.lens, *(() if s.table is None else (s.table,))
     return {
         name: tdkernels.explain("flash_decode", *operands, group=group).config
         for name, group in groups.items() if name in names
@@ -164,7 +216,8 @@ def _selected_configs(names, s):
 
 
 def _default_config(s):
-    return default_config(shape_of(s.q[:, None], s.k, s.v), rank_device())
+    q = s.q if s.q.dim() == 4 else s.q[:, None]
+    return default_config(shape_of(q, s.k, s.v, s.table), rank_device())
 
 
 def _methods(case, plan, default):
@@ -177,7 +230,8 @@ def _methods(case, plan, default):
     attentions, missing = methods.attentions([name for name in plan.peers if name in PEERS])
     overrides, absent = _overridden(plan, default)
     alone = {f"{LOCAL}{name}": lambda s, attend=attend: attend(s)[0] for name, attend in attentions.items()}
-    together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in attentions.items()}
+    partial = {name: methods.of_all_ranks(attend) for name, attend in attentions.items()}
+    together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in partial.items()}
     plain = methods.TORCH_CONFIG
     alone[LOCAL + methods.METHOD_TORCH] = lambda s: methods.ours(s, plain, methods.own_group())
     together[SEQUENCE + methods.METHOD_TORCH] = lambda s: methods.ours(s, plain)
@@ -208,7 +262,7 @@ def _references(sets, merge):
     Args:
         merge: function (attention, operands) that returns o for all ranks' keys; None for this rank's keys only.
     """
-    o_of = (lambda s: methods.math(s)[0]) if merge is None else (lambda s: merge(methods.math, s))
+    o_of = (lambda s: methods.math(s)[0]) if merge is None else (lambda s: merge(methods.of_all_ranks(methods.math), s))
     found = []
     for s in sets:
         exact = o_of(methods.in_fp32(s))
@@ -255,7 +309,8 @@ def rows(case, found, link_gbps):
         table.append({
             "op": case.operator, "what": "flash_decode", "pass": "forward", "shape": str(shape), "name": shape.name,
             "batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim,
-            "keys": shape.keys, "dtype": str(DTYPE).removeprefix("torch."), "method": name, "graph": graph,
+            "keys": shape.keys, "queries": shape.queries, "page": shape.page,
+            "dtype": str(DTYPE).removeprefix("torch."), "method": name, "graph": graph,
             "absent": times.get("absent"), "ms": ms, "host_ms": times.get("host_ms"), "burst": times.get("burst"),
             "tflops": None, "wire_gbps": None, "kv_bytes": shape.kv_bytes, "copy_gbps": copy_gbps,
             "kv_gbps": shape.kv_bytes / read / 1e6 if read else None, "speedup": base / read if base and read else None,

@@ -143,6 +143,11 @@ def read_decode(folder):
     return _read_kind(folder, "flash_decode")
 
 
+def is_plain_decode(row):
+    """Return whether a row of flash_decode has one query token and a dense cache. Older rows have no such fields."""
+    return row.get("queries", 1) == 1 and not row.get("page", 0)
+
+
 def read_latent(folder):
     """Return the rows of flash_decode with latent caches."""
     return _read_kind(folder, "latent")

@@ -2,6 +2,7 @@
 
 from statistics import median
 
+from bench.core.points import is_plain_decode
 from bench.multinode_model import model, token_model
 from bench.multinode_model.model import ITEM, World
 
@@ -169,7 +170,7 @@ def row_bytes(hidden, payload):
 
 def _decoding(rows):
     """Return the times of one rank alone and of the communication, on the smallest number of GPUs above one."""
-    rows = [r for r in rows if (r["batch"], r["heads"], r["kv_heads"], r["dim"]) == _DECODE]
+    rows = [r for r in rows if (r["batch"], r["heads"], r["kv_heads"], r["dim"]) == _DECODE and is_plain_decode(r)]
     rows = [r for r in rows if r["graph"] and r["gpu"] == GPU and r["ms"] and r["num_gpus"] > 1]
     fewest = min(r["num_gpus"] for r in _require("of flash_decode", rows))
     runs = {}

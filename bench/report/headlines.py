@@ -1,5 +1,6 @@
 """Headline tables of the summary page: a few problems of each family, wins and losses, taken from the rows."""
 
+from bench.core.points import is_plain_decode
 from bench.report import tables
 from bench.report.cells import factor, ms
 from bench.report.dense import table
@@ -162,9 +163,9 @@ def _layers(rows):
 
 
 def _attention(rows):
-    lines = []
+    lines, decode = [], list(filter(is_plain_decode, rows.decode))
     for keys in (8192, 65536):
-        run = _newest(rows.decode, num_gpus=2, graph=True, batch=1, heads=96, keys=keys)
+        run = _newest(decode, num_gpus=2, graph=True, batch=1, heads=96, keys=keys)
         lines += _attention_line(run, "`flash_decode`, CUDA graph", f"96 / 12 heads, {keys} keys a rank")
     for tokens in (8192, 32768):
         run = _newest(rows.sequences, what="ag_attention", num_gpus=2, graph=False, tokens=tokens, heads=32,

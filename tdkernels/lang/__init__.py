@@ -23,6 +23,7 @@ from tdkernels.lang.context import (
     symm_base,
 )
 from tdkernels.lang.copy import put
+from tdkernels.lang.dependent_launch import launch_dependents, wait_for_prerequisites
 from tdkernels.lang.failure_record import end_wait, failed, failed_for_all
 from tdkernels.lang.host_error import report_if
 from tdkernels.lang.intra_node import notify_node, wait_plan_node
@@ -61,11 +62,11 @@ from tdkernels.lang.work_queue import await_work_item, fetch_work_item, take_fir
 __all__ = [
     "add_release", "announce_failure", "await_put", "await_tma_stores", "await_work_item", "call", "check_alone",
     "check_peers", "clock_ns", "compact_indices", "completed", "consume_token", "data_at", "dot", "end_wait", "epoch",
-    "failed", "failed_for_all", "fence", "fence_before_tma_load", "fetch_work_item", "finish", "flag_at",
-    "from_e4m3", "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
-    "load_acquire", "local_ranks", "mark", "max_of", "notify", "notify_all", "notify_node", "num_ranks", "pointer_to",
-    "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "report_if", "running_sum", "signal",
-    "signal_at", "signal_of", "status_at", "store_release", "store_release_each", "store_release_if", "sum_of",
-    "symm_at", "symm_base", "take_first_ticket", "target", "to_e4m3", "to_float32", "wait", "wait_plan",
-    "wait_plan_all", "wait_plan_node",
+    "failed", "failed_for_all", "fence", "fence_before_tma_load", "fetch_work_item", "finish", "flag_at", "from_e4m3",
+    "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
+    "launch_dependents", "load_acquire", "local_ranks", "mark", "max_of", "notify", "notify_all", "notify_node",
+    "num_ranks", "pointer_to", "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "report_if",
+    "running_sum", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
+    "store_release_if", "sum_of", "symm_at", "symm_base", "take_first_ticket", "target", "to_e4m3", "to_float32",
+    "wait", "wait_for_prerequisites", "wait_plan", "wait_plan_all", "wait_plan_node",
 ]

@@ -189,7 +189,7 @@ def test_number_of_ranks(gpus, nproc, ranks, monkeypatch, capsys, tmp_path):
     "arguments, message",
     [
         (["flash_decode", "ag_gemm"], "flash_decode cannot be combined with other operators"),
-        (["flash_decode", "--shapes", "8x8x8"], "'8x8x8' is neither BxHqxHkvxDxS nor a prefix of h96-kv12-b1,"),
+        (["flash_decode", "--shapes", "8x8x8"], "'8x8x8' is neither BxHqxHkvxDxS[xTq[xP]] nor a prefix of h96-kv12-b1"),
         (["flash_decode", "--tokens", "7"], "--tokens: no shape of flash_decode has 7 keys"),
         (["flash_decode", "--nproc", "0"], "--nproc must be at least 1 rank, not 0"),
         (["flash_decode", "--peers", "sdpa"], "sdpa-flash, sdpa-cudnn"),

@@ -84,6 +84,7 @@ def split_launches(name, arch, dtype=BF16, ranks=1, sizes=None, lens_dtype=torch
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
         launches = stack.enter_context(recorded_launches((launcher, flash_decode_launch), ranks))
         patch.setattr(launcher, "has_latent_kernel", lambda *_: not portable)
+        patch.setattr(launcher, "_overlaps", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(launcher, "_latent_kernel", lambda: Recorder(latent_kernel, launches))
         shape = flash_decode_launch.shape_of(q, k, v, table)
         config = replace(fused_config(shape, torch.device("cuda", 0)), method="split")

@@ -65,7 +65,14 @@ def test_multinode_flash_decode_compiles(arch, name, ranks, nodes):
 def test_split_flash_decode_compiles(arch, name, dtype, ranks):
     launches = split_launches(name, arch, dtype, ranks)
     assert [kernel for kernel, *_ in launches] == [flash_decode_parts_kernel, flash_decode_join_kernel]
-    compile_launches(launches, arch)
+    parts, join = compile_launches(launches, arch)
+    if arch.startswith("sm"):
+        overlaps = arch in ("sm_90", "sm_100")
+        assert join.metadata.launch_pdl == overlaps and not parts.metadata.launch_pdl
+        assert ("griddepcontrol.launch_dependents" in parts.asm["ptx"]) == overlaps
+        # Scratch memory is read after the wait, lengths before.
+        lengths, *scratch = join.asm["ptx"].split("griddepcontrol.wait")
+        assert bool(scratch) == overlaps and "ld.global" in lengths
 
 
 @pytest.mark.parametrize("batch, rows, ranks", [(16, 2, 1), (32, 4, 1), (32, 4, 2)])

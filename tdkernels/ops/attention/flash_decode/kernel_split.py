@@ -49,12 +49,16 @@ def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexp
 def flash_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, scratch_ptr, B, heads, capacity, num_pages,
     shares, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Store o [RP, DVP] and lse [RP] to base 2 of the parts of all tiles, in fp32.
 
     scratch_ptr: o of all parts, then their lse; their number is T * (B + shares)
+    PDL: whether the second launch is a programmatic dependent launch
     Other arguments as for ``flash_decode_kernel``; a unit is TILE.block_n keys.
     """
+    if PDL:
+        td.launch_dependents()
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
@@ -158,7 +162,7 @@ def _store(outputs, o, lse, entry, head, row, columns, heads, TILE: tl.constexpr
 def flash_decode_join_kernel(
     ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, shares, plan,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, UNIT: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """Merge the parts of this rank, send the results to the peers, and merge those of all ranks in rank order.
 
@@ -168,6 +172,7 @@ def flash_decode_join_kernel(
 
     PART_ROWS, UNIT: query rows of a part, and keys of a unit, of the first launch
     STEP: parts loaded at a time
+    PDL: whether programs may start before the first launch has ended
     """
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
@@ -188,6 +193,8 @@ def flash_decode_join_kernel(
         entry, which = tile // tiles_of_entry, tile % tiles_of_entry
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         first, count = _shares_of_entry(lens_ptr, entry, B, capacity, shares, UNIT, BP)
+        if PDL:
+            td.wait_for_prerequisites()
         of_tile = head * PART_BLOCKS + block_r * RP // PART_ROWS
         number = tl.cast(of_tile, tl.int64) * (B + shares) + entry + first
         o, lse = _merged(

@@ -31,6 +31,8 @@ from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_
 from tdkernels.symm.group import group_state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
 
     from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
@@ -95,6 +97,11 @@ def _uses_latent_kernel(q, k_cache, shape, options):
     return is_addressable and all(stride > 0 and stride % 8 == 0 for stride in k_cache.stride()[:2])
 
 
+def _overlaps(device):
+    """Return whether the second launch is a programmatic dependent launch."""
+    return gpu.capability(device) >= (9, 0)
+
+
 def _divide_work(shape, latent, capacity, config, device):
     """Return the _Parts of a call, with ``latent`` from ``_uses_latent_kernel``."""
     rows, unit = (LATENT_ROWS, 2 * LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
@@ -106,20 +113,28 @@ def _divide_work(shape, latent, capacity, config, device):
     return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles)
 
 
-class _Pair(NamedTuple):
-    """The launches of a call.
+class PairOfLaunches:
+    """Both launches of a call, cached as one, because each look-up costs the host time.
 
-    Attributes:
+    Args:
         parts: The first launch.
         join: The second launch.
         scratch_size: fp32 elements of scratch memory between them.
-        latent: Whether the first one launches ``latent_kernel``.
+        latent: Whether ``latent_kernel`` computes the parts.
     """
 
-    parts: Launch
-    join: Launch
-    scratch_size: int
-    latent: bool
+    def __init__(self, parts: Launch, join: Launch, scratch_size: int, latent: bool) -> None:
+        self._parts, self._join, self._scratch_size, self.latent = parts, join, scratch_size, latent
+
+    def __call__(self, operands: "Sequence[Any]") -> list[torch.Tensor]:
+        """Launch on operands of the same signature, in the order of ``launch``. Return the outputs."""
+        scratch = operands[0].new_empty(self._scratch_size, dtype=torch.float32)
+        self._parts((*operands, scratch))
+        return self._join((scratch, operands[3]))
+
+    def is_current(self) -> bool:
+        """Return whether the workspace still has the buffer that the launches were prepared for."""
+        return self._join.is_current()
 
 
 def launch(
@@ -131,15 +146,47 @@ def launch(
     operands = (
         q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, *(scales or (None, None)),
     )
-    pair = _pair_of(operands, launcher.fp8_kind(k_cache), options, group, config, keep)
-    scratch = q.new_empty(pair.scratch_size, dtype=torch.float32)
-    pair.parts((*operands, scratch))
-    o, lse, *kept = pair.join((scratch, kv_lens))
+    o, lse, *kept = _pair_of(operands, launcher.fp8_kind(k_cache), options, group, config, keep)(operands)
     return o, lse, *(kept or [None])  # type: ignore[list-item]
 
 
+def bind_call(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
+    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig",
+) -> PairOfLaunches | None:
+    """Return the launches that ``launch`` uses for these operands, which are contiguous except for the caches.
+
+    The result is None for fp8 caches, which are passed as views.
+    """
+    if k_cache.dtype == launcher.FP8:
+        return None
+    operands = q, k_cache, v_cache, kv_lens, block_table, *(scales or (None, None))
+    return _pair_of(operands, launcher.FP8_NONE.value, options, group, config, False)
+
+
+def compile(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, options: tuple, config: "FlashDecodeConfig",
+) -> None:
+    """Compile the kernel that computes parts for these operands into Triton's cache, without launching it.
+
+    ``latent_kernel`` is compiled for no field of the config, so it is not compiled in advance.
+    """
+    shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
+    if _uses_latent_kernel(q, k_cache, shape, options):
+        return
+    scratch = q.new_empty(1, dtype=torch.float32)
+    operands = (
+        q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, None, None, scratch,
+    )
+    capacity = launcher.capacity_of(k_cache, block_table)
+    args, constants = _parts_arguments(operands, launcher.fp8_kind(k_cache), options, shape, 1, config, capacity)
+    flash_decode_parts_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def _pair_of(operands, kind, options, group, config, keep):
-    """Return the _Pair of a call. Both launches are cached together, because each look-up costs the host time."""
+    """Return the PairOfLaunches of a call."""
     q, k_cache, v_cache, *_ = operands
     workspace, alone = launcher.workspace_of(q, group)
     key = (
@@ -155,7 +202,7 @@ def _pair_of(operands, kind, options, group, config, keep):
 
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):
-    """Return the _Pair of a call. The first call of several ranks with a config checks that they agree."""
+    """Return the PairOfLaunches of a call. The first call of several ranks with a config checks that they agree."""
     q, k_cache, v_cache, kv_lens, block_table, *_ = operands
     shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
     capacity = launcher.capacity_of(k_cache, block_table)
@@ -163,7 +210,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     parts = _divide_work(shape, latent, capacity, config, q.device)
     scratch = output_spec(q, parts.scratch_size(shape), dtype=torch.float32)
     fields = None if alone else with_config(launcher.problem_fields(q, shape, options), config)
-    return _Pair(
+    return PairOfLaunches(
         _prepare_parts((*operands, scratch), kind, options, shape, parts, config, capacity),
         _prepare_join(workspace, fields, (scratch, kv_lens), q, shape, parts, capacity, keep),
         parts.scratch_size(shape), latent,
@@ -175,27 +222,35 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
 
 def _prepare_parts(operands, kind, options, shape, parts, config, capacity):
     """Return the Launch of the kernel that computes the parts."""
-    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scratch = operands
     if parts.latent:
+        q, k_cache, _, kv_lens, block_table, *_, scratch = operands
         kernel = _latent_kernel()
         args, constants = _latent_arguments(
             q, k_cache, kv_lens, block_table, scratch, options[0], shape, parts, capacity
         )
     else:
         kernel = flash_decode_parts_kernel
-        scales = None if k_scale is None else (k_scale, v_scale)
-        num_pages, score_scale, cap, strides, forms = launcher.cache_arguments(
-            q, k_cache, v_cache, block_table, scales, shape, kind, config, options
-        )
-        args = (
-            q, k_cache, v_cache, kv_lens, kv_lens if block_table is None else block_table, k_scale, v_scale, scratch,
-            shape.batch, shape.heads, capacity, num_pages, parts.shares, score_scale, cap, strides,
-        )
-        constants = {
-            "BP": next_power_of_2(shape.batch), **forms, "num_warps": config.num_warps, "num_stages": config.num_stages,
-        }
+        args, constants = _parts_arguments(operands, kind, options, shape, parts.shares, config, capacity)
     grid = (parts.shares * parts.tiles,)
-    return Launch(local_workspace_of(q.device), kernel, grid, args, constants, operands, [], [])
+    return Launch(local_workspace_of(operands[0].device), kernel, grid, args, constants, operands, [], [])
+
+
+def _parts_arguments(operands, kind, options, shape, shares, config, capacity):
+    """Return (args, constants) of ``flash_decode_parts_kernel``."""
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scratch = operands
+    scales = None if k_scale is None else (k_scale, v_scale)
+    num_pages, score_scale, cap, strides, forms = launcher.cache_arguments(
+        q, k_cache, v_cache, block_table, scales, shape, kind, config, options
+    )
+    args = (
+        q, k_cache, v_cache, kv_lens, kv_lens if block_table is None else block_table, k_scale, v_scale, scratch,
+        shape.batch, shape.heads, capacity, num_pages, shares, score_scale, cap, strides,
+    )
+    constants = {
+        "BP": next_power_of_2(shape.batch), **forms, "PDL": _overlaps(q.device), "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return args, constants
 
 
 def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, parts, capacity):
@@ -263,5 +318,7 @@ def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows, "UNIT": parts.unit,
         "COLUMNS": columns, "STEP": step, "num_warps": max(min(rows * columns // 128, 4), 1),
     }
+    if _overlaps(q.device):
+        constants |= {"PDL": True, "launch_pdl": True}
     made = [output for output in outputs if output is not None]
     return Launch(workspace, flash_decode_join_kernel, grid, args, constants, operands, made, [ctx])

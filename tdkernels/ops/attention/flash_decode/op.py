@@ -66,15 +66,21 @@ def forward(
     ``options`` is (scale, soft_cap, window). ``group`` is None for a single rank. The backward needs lse to base 2.
     """
     check_values(k_cache, kv_lens, block_table)
-    if config is not None and config.method == "split":
-        if launch_split.supports(q, options[2], group):
-            return launch_split.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
-        config = replace(config, method="fused")  # not the default of the shape, which can differ between ranks
-    if config is None or config.method == "fused":
-        return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+    if config is None or config.method != "torch":
+        module, config = _module_of(config, q, options, group)
+        return module.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.check_consensus(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
     o, lse = torch_attention.attend(q, k_cache, v_cache, kv_lens, block_table, scales, options, group)
     return o, lse, lse * LOG2_E.value if keep else None
+
+
+def _module_of(config, q, options, group):
+    """Return (the module that launches a call of method "fused" or "split", its config)."""
+    if config is None or config.method == "fused":
+        return launcher, config
+    if launch_split.supports(q, options[2], group):
+        return launch_split, config
+    return launcher, replace(config, method="fused")  # not the default of the shape, which can differ between ranks
 
 
 def _resolve_config(q, k_cache, v_cache, block_table, options, group, config):
@@ -385,7 +391,10 @@ def _cached_call(q_shape, o, lse, options, config, debug):
     def bind(group, *tensors):
         taken = _operands(*tensors)
         same = taken[0].data_ptr() == tensors[0].data_ptr() and taken[3] is tensors[3] and taken[4] is tensors[4]
-        return launcher.bind_call(*taken, options, group, config) if same else None
+        if not same:
+            return None
+        module, of_module = _module_of(config, taken[0], options, group)
+        return module.bind_call(*taken, options, group, of_module)
 
-    is_launch = debug is None and (config is None or config.method == "fused")
-    return call_cache.CachedCall(run, bind if is_launch else None, shapes)
+    has_launches = debug is None and (config is None or config.method != "torch")
+    return call_cache.CachedCall(run, bind if has_launches else None, shapes)

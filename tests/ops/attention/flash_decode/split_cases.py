@@ -39,14 +39,13 @@ def latent(lens, heads, **spec):
 @contextlib.contextmanager
 def runs(kernel):
     """Check which kernel the calls within run: None for ``latent_kernel`` on Hopper and the portable one elsewhere."""
-    used, real = [], launch_split._pair_of
+    used, real = [], launch_split.PairOfLaunches.__call__
 
-    def recorded(*args):
-        pair = real(*args)
+    def recorded(pair, operands):
         used.append(pair.latent)
-        return pair
+        return real(pair, operands)
 
-    with mock.patch.object(launch_split, "_pair_of", recorded):
+    with mock.patch.object(launch_split.PairOfLaunches, "__call__", recorded):
         yield
     assert set(used) == (set() if kernel == FUSED else {kernel is None and on_hopper()})
 

@@ -288,6 +288,10 @@ def latent_kernel(
     tiles_of_entry: blocks of ROWS query rows of an entry
     PAGE: keys per page, a multiple of BLOCK; 0 for a dense cache
     """
+    # As ``td.launch_dependents``: the second launch is a programmatic dependent launch.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
