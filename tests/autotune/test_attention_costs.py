@@ -142,6 +142,14 @@ def test_default_method_of_decodes_on_hopper(sizes, layout, dtype, default, late
     assert (len(split) == 1) == latent_kernel and split
 
 
+def test_large_results_are_sent_during_the_call():
+    """Method "split" sends them at its end."""
+    op = tunable("flash_decode")
+    for ranks, batch, method in ((2, 128, "split"), (4, 128, "fused"), (4, 16, "split")):
+        problem = problem_of("flash_decode", ranks, "dense", (batch, 1, 32, 8, 128, 128, 1024))
+        assert op.default(problem, GPU).method == method
+
+
 def test_latent_decode_on_other_gpus_is_not_split(monkeypatch):
     op, problem = tunable("flash_decode"), problem_of("flash_decode", 1, "dense latent", LATENT)
     dense = replace(problem, layout="dense", shape=(16, 1, 16, 1, 128, 128, 24576))

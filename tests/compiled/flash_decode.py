@@ -67,7 +67,7 @@ def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1, chunk_keys=0, config
     return launches + gradients
 
 
-def split_launches(name, arch, dtype=BF16, ranks=1, sizes=None, lens_dtype=torch.int32, portable=True):
+def split_launches(name, arch, dtype=BF16, ranks=1, sizes=None, lens_dtype=torch.int32, portable=True, chunk_keys=0):
     """Return [(kernel, args, kwargs), ...] of method "split": of the kernel that computes parts, and of the other one.
 
     The window is not used, which this method does not support.
@@ -87,7 +87,7 @@ def split_launches(name, arch, dtype=BF16, ranks=1, sizes=None, lens_dtype=torch
         patch.setattr(launcher, "_overlaps", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(launcher, "_latent_kernel", lambda: Recorder(latent_kernel, launches))
         shape = flash_decode_launch.shape_of(q, k, v, table)
-        config = replace(fused_config(shape, torch.device("cuda", 0)), method="split")
+        config = replace(fused_config(shape, torch.device("cuda", 0)), method="split", chunk_keys=chunk_keys)
         group = SimpleNamespace(size=lambda: ranks)
         launcher.launch(q, k, v, lens.to(lens_dtype), table, scales, options, group, config, keep=scales is None)
     return launches

@@ -63,7 +63,7 @@ def test_multinode_flash_decode_compiles(arch, name, ranks, nodes):
     ("gfx942", "one token", BF16, 2), ("gfx950", "latent", BF16, 1),
 ])
 def test_split_flash_decode_compiles(arch, name, dtype, ranks):
-    launches = split_launches(name, arch, dtype, ranks)
+    launches = split_launches(name, arch, dtype, ranks, chunk_keys=1024 if ranks == 2 else 0)
     assert [kernel for kernel, *_ in launches] == [flash_decode_parts_kernel, flash_decode_join_kernel]
     parts, join = compile_launches(launches, arch)
     if arch.startswith("sm"):
@@ -83,16 +83,20 @@ def test_join_of_large_batches_compiles(batch, rows, ranks):
     compile_launches([join], "sm_90")
 
 
-@pytest.mark.parametrize("name, sizes, dtype, lens_dtype", [
-    ("dense latent", (32, 1, 128, 576), BF16, torch.int32), ("dense latent", (1, 1, 16, 576), FP16, torch.int64),
-    ("latent", (300, 3, 100, 576), BF16, torch.int64),
-    pytest.param("latent", (4, 1, 128, 576), FP16, torch.int32, marks=thorough),
-    pytest.param("dense latent", (300, 3, 100, 576), FP16, torch.int64, marks=thorough),
+@pytest.mark.parametrize("name, sizes, dtype, lens_dtype, chunk_keys", [
+    ("dense latent", (32, 1, 128, 576), BF16, torch.int32, 0),
+    ("dense latent", (1, 1, 16, 576), FP16, torch.int64, 1024),
+    ("latent", (300, 3, 100, 576), BF16, torch.int64, 0),
+    pytest.param("latent", (4, 1, 128, 576), FP16, torch.int32, 1024, marks=thorough),
+    pytest.param("dense latent", (300, 3, 100, 576), FP16, torch.int64, 0, marks=thorough),
 ], ids=str)
-def test_latent_kernel_on_hopper(name, sizes, dtype, lens_dtype):
+def test_latent_kernel_on_hopper(name, sizes, dtype, lens_dtype, chunk_keys):
     """ptxas does not serialize the products: then it would wait before each of them."""
-    parts = split_launches(name, "sm_90", dtype, sizes=sizes, lens_dtype=lens_dtype, portable=False)[0]
-    assert parts[0] is latent_kernel
+    launches = split_launches(
+        name, "sm_90", dtype, sizes=sizes, lens_dtype=lens_dtype, portable=False, chunk_keys=chunk_keys
+    )
+    parts = launches[0]
+    assert parts[0] is latent_kernel and parts[2]["CHUNK"] == chunk_keys // 64
     (compiled,) = compile_launches([parts], "sm_90")
     machine_code = disassemble(compiled.asm["cubin"])
     if machine_code is None:

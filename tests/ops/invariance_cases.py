@@ -275,7 +275,7 @@ DECODES = {  # (queries, heads, query heads per head, D, capacity, chunk_keys or
 }
 
 
-def decode(name, dtype, mode=True, paged=False):
+def decode(name, dtype, mode=True, paged=False, method="fused"):
     """Return the number of changed results of flash_decode, over batches of sequences and numbers of programs."""
     queries, heads, group, d, capacity, chunk_keys, window = DECODES[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -293,7 +293,7 @@ def decode(name, dtype, mode=True, paged=False):
                 # Compiling the largest tile in fp32 for sm_90 takes 17 s with one warp, 6 s with four (Triton 3.6).
                 warps = 1 if device().type == "cpu" else 4
                 config = FlashDecodeConfig(
-                    block_n=16, num_warps=warps, num_stages=1, num_programs=programs, chunk_keys=keys
+                    method, block_n=16, num_warps=warps, num_stages=1, num_programs=programs, chunk_keys=keys
                 )
             k, v = caches[0][batch], caches[1][batch]
             table = None

@@ -211,7 +211,13 @@ def decode_ranks(dtype, names):
     """Return {problem: changed} of flash_decode, and how many results change if programs share keys equally."""
     found = {name: cases.decode(name, dtype) for name in names}
     found["paged"] = cases.decode("chunks", dtype, paged=True)
-    return found, cases.decode("chunks", dtype, mode=False)
+    for name in {"chunks", "more keys than 64 chunks"} & set(names):
+        found[f"{name}, split"] = cases.decode(name, dtype, method="split")
+    default = [cases.decode("chunks", dtype, mode=False)]
+    if names != FEW:
+        found["paged, split"] = cases.decode("chunks", dtype, paged=True, method="split")
+        default.append(cases.decode("chunks", dtype, mode=False, method="split"))
+    return found, default
 
 
 FEW = "chunks", "queries and a window"
@@ -223,7 +229,7 @@ FEW = "chunks", "queries and a window"
 def test_flash_decode(ranks, dtype, names):
     for changed, default in on_ranks(ranks, decode_ranks, dtype, names):
         assert not any(changed.values()), changed
-        assert default > 0
+        assert all(changes > 0 for changes in default), default
 
 
 def attention_ranks(dtype):

@@ -12,6 +12,10 @@ at the same time read the same keys, which come from the L2 cache after the firs
 A program stores every part of a tile. The part of tile t of entry e in share s has the number t * (B + shares) + e + s.
 These are distinct, because a program that stores several parts goes to the next entry.
 
+With CHUNK > 0 the sequence of work consists of chunks of units, as in ``kernel_work``. Each chunk of a tile is a part
+of its own, so the parts of an entry depend on its length alone. The number of chunk c is t * B * SLOTS + e * SLOTS + c,
+where SLOTS is the most chunks that an entry can have.
+
 Progress (invariant 1). Programs of the first launch do not wait. Programs of the second launch send all of their rows
 before they wait for the same rows of the peers, and their tiles are in program order, as in ``kernel``.
 """
@@ -21,6 +25,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.attention.flash_decode.kernel import attend, cache_of, scales_of
 from tdkernels.ops.attention.flash_decode.kernel_merge import merge_ranks, query_rows, store_parts
+from tdkernels.ops.attention.flash_decode.kernel_work import blocks_of_part, end_of_part, num_units
 from tdkernels.ops.attention.flash_decode.kv_cache import load_query, num_keys
 from tdkernels.ops.attention.tile import LN_2
 
@@ -29,31 +34,39 @@ _LSE_AT_ONCE = tl.constexpr(16)
 
 
 @td.jit
-def _num_units(lengths, UNIT: tl.constexpr):
+def _num_blocks(lengths, UNIT: tl.constexpr):
     """Return the number of units of UNIT keys of sequences, at least 1 each."""
     return tl.maximum((lengths + UNIT - 1) // UNIT, 1)
 
 
 @td.jit
-def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexpr):
-    """Return (indices of entries [BP], their units; 0 from index B on)."""
+def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr):
+    """Return (indices of entries [BP], their units, or chunks with CHUNK; 0 from index B on)."""
     entries = tl.arange(0, BP)
     lengths = num_keys(lens_ptr, entries, entries < B, capacity)
-    return entries, tl.where(entries < B, _num_units(lengths, UNIT), 0)
+    return entries, tl.where(entries < B, num_units(_num_blocks(lengths, UNIT), CHUNK), 0)
+
+
+@td.jit
+def _parts_of_tile(B, shares, slots, CHUNK: tl.constexpr):
+    """Return the number of parts for which a tile has scratch memory."""
+    return B * slots if CHUNK > 0 else B + shares
 
 
 # ---- the first launch ----
 
 
-@td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "shares", "score_scale", "cap"])
+@td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "shares", "slots", "score_scale", "cap"])
 def flash_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, scratch_ptr, B, heads, capacity, num_pages,
-    shares, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
-    PDL: tl.constexpr = False,
+    shares, slots, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+    CHUNK: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):
     """Store o [RP, DVP] and lse [RP] to base 2 of the parts of all tiles, in fp32.
 
-    scratch_ptr: o of all parts, then their lse; their number is T * (B + shares)
+    scratch_ptr: o of all parts, then their lse
+    slots: most chunks of an entry, with CHUNK
+    CHUNK: minimum units per chunk, or 0
     PDL: whether the second launch is a programmatic dependent launch
     Other arguments as for ``flash_decode_kernel``; a unit is TILE.block_n keys.
     """
@@ -63,7 +76,7 @@ def flash_decode_parts_kernel(
     DVP: tl.constexpr = TILE.padded_dv
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
     tiles_of_entry = heads * BLOCKS_R
-    entries, units = _units_of_entries(lens_ptr, B, capacity, TILE.block_n, BP)
+    entries, units = _units_of_entries(lens_ptr, B, capacity, TILE.block_n, BP, CHUNK)
     ends = td.running_sum(units, 0)
     work = td.max_of(ends, 0)
     units_per_share = (work + shares - 1) // shares
@@ -78,20 +91,24 @@ def flash_decode_parts_kernel(
     row = block_r * RP + rows_m
     is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
     scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
-    parts = tl.cast(tiles_of_entry, tl.int64) * (B + shares)
+    parts_of_tile = _parts_of_tile(B, shares, slots, CHUNK)
+    parts = tl.cast(tiles_of_entry, tl.int64) * parts_of_tile
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
-        tile_units = _num_units(length, TILE.block_n)
-        stop = tl.minimum(first + tile_units, end)
+        blocks = _num_blocks(length, TILE.block_n)
+        tile_units = num_units(blocks, CHUNK)
+        stop = end_of_part(pos, first, end, tile_units, CHUNK)
+        first_block, past_block = blocks_of_part(pos - first, stop - first, blocks, CHUNK)
         query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
         q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
         q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
         cache = cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
         o, lse = attend(
-            q1, q2, cache, strides, pos - first, stop - first, length, 0, tl.where(is_row, row // TILE.group, -1),
+            q1, q2, cache, strides, first_block, past_block, length, 0, tl.where(is_row, row // TILE.group, -1),
             (scale_k, cap, 0), TILE, CACHE,
         )
-        number = tl.cast(which, tl.int64) * (B + shares) + entry + share
+        of_tile = entry * slots + pos - first if CHUNK > 0 else entry + share
+        number = tl.cast(which, tl.int64) * parts_of_tile + of_tile
         at = number * (RP * DVP) + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
         tl.store(scratch_ptr + at, o * scale_v, mask=(rows_m < RP)[:, None])
         tl.store(scratch_ptr + parts * (RP * DVP) + number * RP + rows_m, lse, mask=rows_m < RP)
@@ -104,13 +121,19 @@ def flash_decode_parts_kernel(
 
 
 @td.jit
-def _shares_of_entry(lens_ptr, entry, B, capacity, shares, UNIT: tl.constexpr, BP: tl.constexpr):
-    """Return (the first share with units of an entry, the number of shares that have some)."""
-    entries, units = _units_of_entries(lens_ptr, B, capacity, UNIT, BP)
-    units_per_share = (td.sum_of(units, 0) + shares - 1) // shares
-    first = td.sum_of(tl.where(entries < entry, units, 0), 0)
-    own = td.gather_lane(units, entries, entry)
-    return first // units_per_share, (first + own - 1) // units_per_share - first // units_per_share + 1
+def _parts_of_entry(
+    lens_ptr, entry, B, capacity, shares, slots, UNIT: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return (the number of the first part of an entry among those of a tile, the number of its parts)."""
+    if CHUNK > 0:
+        return entry * slots, num_units(_num_blocks(num_keys(lens_ptr, entry, True, capacity), UNIT), CHUNK)
+    else:
+        entries, units = _units_of_entries(lens_ptr, B, capacity, UNIT, BP, CHUNK)
+        units_per_share = (td.sum_of(units, 0) + shares - 1) // shares
+        first = td.sum_of(tl.where(entries < entry, units, 0), 0)
+        own = td.gather_lane(units, entries, entry)
+        first_share = first // units_per_share
+        return entry + first_share, (first + own - 1) // units_per_share - first_share + 1
 
 
 @td.jit
@@ -158,11 +181,11 @@ def _store(outputs, o, lse, entry, head, row, columns, heads, TILE: tl.constexpr
             tl.store(lse2_ptr + query, lse, mask=there)
 
 
-@td.jit(do_not_specialize=["B", "heads", "capacity", "shares", "plan"])
+@td.jit(do_not_specialize=["B", "heads", "capacity", "shares", "slots", "plan"])
 def flash_decode_join_kernel(
-    ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, shares, plan,
+    ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, shares, slots, plan,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, UNIT: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr = False,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):
     """Merge the parts of this rank, send the results to the peers, and merge those of all ranks in rank order.
 
@@ -170,7 +193,7 @@ def flash_decode_join_kernel(
     which divides PART_ROWS. A program merges as many consecutive tiles as the others. With RANKS = 1, the
     second index of a program is that of a block of COLUMNS columns; otherwise a program merges all of them.
 
-    PART_ROWS, UNIT: query rows of a part, and keys of a unit, of the first launch
+    slots, CHUNK, PART_ROWS, UNIT: as in the first launch; a part has PART_ROWS query rows, a unit UNIT keys
     STEP: parts loaded at a time
     PDL: whether programs may start before the first launch has ended
     """
@@ -183,7 +206,8 @@ def flash_decode_join_kernel(
         _, half, signal = td.call(ctx, plan)
     tiles_of_entry = heads * BLOCKS_R
     tiles = B * tiles_of_entry
-    parts = tl.cast(heads * PART_BLOCKS, tl.int64) * (B + shares)
+    parts_of_tile = _parts_of_tile(B, shares, slots, CHUNK)
+    parts = tl.cast(heads * PART_BLOCKS, tl.int64) * parts_of_tile
     of_program = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = tl.minimum(tl.program_id(0) * of_program, tiles)
     end = tl.minimum(begin + of_program, tiles)
@@ -192,11 +216,11 @@ def flash_decode_join_kernel(
     for tile in range(begin, end):
         entry, which = tile // tiles_of_entry, tile % tiles_of_entry
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
-        first, count = _shares_of_entry(lens_ptr, entry, B, capacity, shares, UNIT, BP)
+        first, count = _parts_of_entry(lens_ptr, entry, B, capacity, shares, slots, UNIT, BP, CHUNK)
         if PDL:
             td.wait_for_prerequisites()
         of_tile = head * PART_BLOCKS + block_r * RP // PART_ROWS
-        number = tl.cast(of_tile, tl.int64) * (B + shares) + entry + first
+        number = tl.cast(of_tile, tl.int64) * parts_of_tile + first
         o, lse = _merged(
             scratch_ptr + number * (PART_ROWS * DVP), scratch_ptr + parts * (PART_ROWS * DVP) + number * PART_ROWS,
             count, block_r * RP % PART_ROWS + rows, columns, PART_ROWS, DVP, STEP,

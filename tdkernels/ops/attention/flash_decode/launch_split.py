@@ -23,6 +23,7 @@ from tdkernels.ops.attention.flash_decode.config import (
     num_programs,
 )
 from tdkernels.ops.attention.flash_decode.kernel_split import flash_decode_join_kernel, flash_decode_parts_kernel
+from tdkernels.ops.attention.flash_decode.kernel_work import MAX_CHUNKS
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -50,6 +51,8 @@ class _Parts(NamedTuple):
         unit: Keys of a unit of work.
         shares: Number of equal shares of the units of all entries.
         tiles: Tiles of an entry.
+        chunk: Minimum units per chunk, or 0 without chunks.
+        slots: Most chunks of an entry.
     """
 
     latent: bool
@@ -57,10 +60,16 @@ class _Parts(NamedTuple):
     unit: int
     shares: int
     tiles: int
+    chunk: int
+    slots: int
+
+    def of_tile(self, shape: DecodeShape) -> int:
+        """Return the number of parts for which a tile has scratch memory, as in ``kernel_split``."""
+        return shape.batch * self.slots if self.chunk else shape.batch + self.shares
 
     def scratch_size(self, shape: DecodeShape) -> int:
         """Return the fp32 elements of scratch memory: o and lse of all parts."""
-        return self.tiles * (shape.batch + self.shares) * self.rows * (shape.padded_dv + 1)
+        return self.tiles * self.of_tile(shape) * self.rows * (shape.padded_dv + 1)
 
 
 def supports(q: torch.Tensor, window: int | None, group: "dist.ProcessGroup | None") -> bool:
@@ -110,7 +119,9 @@ def _divide_work(shape, latent, capacity, config, device):
         programs = config.num_programs or gpu.num_sms(device)
     else:
         programs = num_programs(config, shape, capacity, device)
-    return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles)
+    chunk = max(config.chunk_keys // unit, 1) if config.chunk_keys else 0
+    slots = min(max(cdiv(capacity, chunk * unit), 1), MAX_CHUNKS.value) if chunk else 0
+    return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles, chunk, slots)
 
 
 class PairOfLaunches:
@@ -181,7 +192,8 @@ def compile(
         q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, None, None, scratch,
     )
     capacity = launcher.capacity_of(k_cache, block_table)
-    args, constants = _parts_arguments(operands, launcher.fp8_kind(k_cache), options, shape, 1, config, capacity)
+    parts = _divide_work(shape, False, capacity, config, q.device)
+    args, constants = _parts_arguments(operands, launcher.fp8_kind(k_cache), options, shape, parts, config, capacity)
     flash_decode_parts_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -230,12 +242,12 @@ def _prepare_parts(operands, kind, options, shape, parts, config, capacity):
         )
     else:
         kernel = flash_decode_parts_kernel
-        args, constants = _parts_arguments(operands, kind, options, shape, parts.shares, config, capacity)
+        args, constants = _parts_arguments(operands, kind, options, shape, parts, config, capacity)
     grid = (parts.shares * parts.tiles,)
     return Launch(local_workspace_of(operands[0].device), kernel, grid, args, constants, operands, [], [])
 
 
-def _parts_arguments(operands, kind, options, shape, shares, config, capacity):
+def _parts_arguments(operands, kind, options, shape, parts, config, capacity):
     """Return (args, constants) of ``flash_decode_parts_kernel``."""
     q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scratch = operands
     scales = None if k_scale is None else (k_scale, v_scale)
@@ -244,11 +256,11 @@ def _parts_arguments(operands, kind, options, shape, shares, config, capacity):
     )
     args = (
         q, k_cache, v_cache, kv_lens, kv_lens if block_table is None else block_table, k_scale, v_scale, scratch,
-        shape.batch, shape.heads, capacity, num_pages, shares, score_scale, cap, strides,
+        shape.batch, shape.heads, capacity, num_pages, parts.shares, parts.slots, score_scale, cap, strides,
     )
     constants = {
-        "BP": next_power_of_2(shape.batch), **forms, "PDL": _overlaps(q.device), "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "BP": next_power_of_2(shape.batch), **forms, "CHUNK": parts.chunk, "PDL": _overlaps(q.device),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
     }
     return args, constants
 
@@ -265,14 +277,14 @@ def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, p
     rows = shape.batch * shape.rows
     queries = TensorDescriptor(q, [rows, LATENT_D], [LATENT_D, 1], [LATENT_ROWS, LATENT_DV // 2], swizzled(rank=2))
     table = (kv_lens, 0, 0) if block_table is None else (block_table, block_table.stride(0), k_cache.shape[0])
-    lse_at = parts.tiles * (shape.batch + parts.shares) * parts.rows * shape.padded_dv
+    lse_at = parts.tiles * parts.of_tile(shape) * parts.rows * shape.padded_dv
     args = (
         q, latent, rotary, queries, kv_lens, *table, scratch, lse_at, scale * LOG2_E.value, shape.batch, capacity,
-        parts.shares, parts.tiles,
+        parts.shares, parts.slots, parts.tiles,
     )
     constants = {
         "TQ": shape.queries, "GROUP": shape.group, "BP": next_power_of_2(shape.batch),
-        "PAGE": 0 if block_table is None else k_cache.shape[1], "num_warps": 4,
+        "PAGE": 0 if block_table is None else k_cache.shape[1], "CHUNK": parts.chunk, "num_warps": 4,
     }
     return args, constants
 
@@ -280,8 +292,10 @@ def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, p
 # ---- the second launch ----
 
 
-def _join_tile(shape: DecodeShape) -> tuple[int, int, int]:
+def _join_tile(shape: DecodeShape, in_chunks: bool) -> tuple[int, int, int]:
     """Return (query rows merged by a program at a time, columns, parts loaded at a time); rows depend on q alone.
+
+    With chunks, which are for results that do not depend on the batch, these do not depend on it either.
 
     Fewest rows fill the GPU best if there are few of them. Measured on H100 with 512 columns, in us: 128 rows of 66
     parts 6.3 with (1, 128, 16), 16 with (2, 512, 4); 4096 rows of 2 parts 5.5 with (4, 512, 2), 13 with (1, 512, 16).
@@ -289,7 +303,7 @@ def _join_tile(shape: DecodeShape) -> tuple[int, int, int]:
     """
     rows = shape.batch * shape.heads * shape.rows
     most = next_power_of_2(shape.rows)
-    if rows <= 512:
+    if rows <= 512 or in_chunks:
         return 1, min(shape.padded_dv, 128), 16
     if rows <= 2048:
         return min(2, most), shape.padded_dv, 4
@@ -299,7 +313,7 @@ def _join_tile(shape: DecodeShape) -> tuple[int, int, int]:
 def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
     """Return the Launch of the kernel that merges the parts, and with ``fields`` the results of the ranks."""
     scratch, kv_lens = operands
-    rows, columns, step = _join_tile(shape)
+    rows, columns, step = _join_tile(shape, parts.chunk > 0)
     joined = replace(shape, tile_rows=rows)
     outputs = launcher.outputs_of(q, shape, keep)
     ctx, plan, ranks = None, 0, 1
@@ -312,11 +326,11 @@ def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
         grid = (min(joined.tiles, 4 if q.device.type == "cpu" else 4 * gpu.num_sms(q.device)),)
     tile = launcher.tile_of(joined, joined.block_m, parts.unit, (1.0, None, None), q.dtype)
     args = (
-        ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.shares, plan,
+        ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.shares, parts.slots, plan,
     )
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows, "UNIT": parts.unit,
-        "COLUMNS": columns, "STEP": step, "num_warps": max(min(rows * columns // 128, 4), 1),
+        "COLUMNS": columns, "STEP": step, "CHUNK": parts.chunk, "num_warps": max(min(rows * columns // 128, 4), 1),
     }
     if _overlaps(q.device):
         constants |= {"PDL": True, "launch_pdl": True}

@@ -122,15 +122,14 @@ class FlashDecodeTunable(ConfigTunable):
         return reason
 
     def default(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        choose = default_config if _can_split(problem) else fused_config
-        return choose(shape_of_problem(problem), device)
+        shape = shape_of_problem(problem)
+        return default_config(shape, device, problem.world_size) if _can_split(problem) else fused_config(shape, device)
 
     def recordable(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         return fused_config(shape_of_problem(problem), device)  # the kernels of "split" record nothing
 
     def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        # As if values were not keys: the ranks, and calls with the same key, need not agree on it. See ``key``.
-        return invariant_config(replace(shape_of_problem(problem), value_is_key=False), device)
+        return invariant_config(shape_of_problem(problem), device, _can_split(problem))
 
     def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":

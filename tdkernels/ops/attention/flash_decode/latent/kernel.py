@@ -57,7 +57,7 @@ from tdkernels.ops.attention.flash_decode.latent.loading import (
     first_part,
     is_there,
     load_partition,
-    num_units,
+    part_at,
 )
 from tdkernels.ops.attention.flash_decode.latent.weights import (
     as_operand,
@@ -128,33 +128,33 @@ def _left_step(
 
 
 @gluon.jit
-def left_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
+def left_partition(
+    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+):
     """Partition of the even blocks and of columns 0 to 255 of the output."""
-    _, _, _, _, _, _, B, _, shares = call
-    entry, block_r, first, pos, end, share = work
+    entry, block_r, first, pos, end, _ = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
     while pos < end:
         tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
         length = tile[1]
-        stop = gl.minimum(first + num_units(length), end)
+        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         maximum = gl.full((ROWS,), float("-inf"), gl.float32, of_row)
         state = maximum, gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
-        unit = pos - first
-        there = is_there(call, entry, 2 * unit, length, PAGE)
+        there = is_there(call, entry, 2 * first_unit, length, PAGE)
         mbarrier.wait(bars.index(QUERY), part & 1)
         scores = warpgroup_mma_wait(0, deps=[start_scores(memory, bars, q_rotary, turn, 0)])
         weights, factors, state = _left_weights(
-            call, memory, bars, tile, scores, there, unit, turn, maximum, state, TQ, PAGE
+            call, memory, bars, tile, scores, there, first_unit, turn, maximum, state, TQ, PAGE
         )
-        for unit in range(pos - first, stop - first - 1):
+        for unit in range(first_unit, past_unit - 1):
             o, weights, factors, maximum, state = _left_step(
                 call, memory, bars, tile, q_rotary, o, weights, factors, unit, turn, state, TQ, PAGE, False
             )
             turn += 1
-        unit = stop - first - 1
+        unit = past_unit - 1
         o, weights, factors, maximum, state = _left_step(
             call, memory, bars, tile, q_rotary, o, weights, factors, unit, turn, state, TQ, PAGE, True
         )
@@ -162,9 +162,8 @@ def left_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constex
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
         own, total = state
         total *= gl.exp2(own - gl.where(maximum == float("-inf"), 0.0, maximum))
-        number = block_r * (B + shares) + entry + share
         store_part(call, memory, bars, o, maximum, total, number, part, 0)
-        if stop == first + num_units(length):
+        if ends:
             first = stop
             entry += 1
         pos = stop
@@ -218,36 +217,36 @@ def _right_step(
 
 
 @gluon.jit
-def right_partition(call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
+def right_partition(
+    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+):
     """Partition of the odd blocks and of columns 256 to 511 of the output."""
-    _, _, _, _, _, _, B, _, shares = call
-    entry, block_r, first, pos, end, share = work
+    entry, block_r, first, pos, end, _ = work
     of_row: gl.constexpr = gl.SliceLayout(1, scores_layout())
     turn = 0
     part = 0
     while pos < end:
         tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
         length = tile[1]
-        stop = gl.minimum(first + num_units(length), end)
+        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         state = gl.full((ROWS,), float("-inf"), gl.float32, of_row), gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
-        there = is_there(call, entry, 2 * (pos - first) + 1, length, PAGE)
+        there = is_there(call, entry, 2 * first_unit + 1, length, PAGE)
         mbarrier.wait(bars.index(QUERY), part & 1)
         scores = warpgroup_mma_wait(0, deps=[start_scores(memory, bars, q_rotary, turn, 1)])
-        for unit in range(pos - first, stop - first - 1):
+        for unit in range(first_unit, past_unit - 1):
             o, scores, there, state = _right_step(
                 call, memory, bars, tile, q_rotary, o, scores, there, unit, turn, state, TQ, PAGE, False
             )
             turn += 1
-        unit = stop - first - 1
+        unit = past_unit - 1
         o, scores, there, state = _right_step(
             call, memory, bars, tile, q_rotary, o, scores, there, unit, turn, state, TQ, PAGE, True
         )
         turn += 1
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
-        number = block_r * (B + shares) + entry + share
         store_part(call, memory, bars, o, state[0], state[1], number, part, 1)
-        if stop == first + num_units(length):
+        if ends:
             first = stop
             entry += 1
         pos = stop
@@ -269,13 +268,16 @@ def _barriers():
     return bars
 
 
-_NOT_SPECIALIZED = ["stride_table", "num_pages", "lse_at", "scale", "B", "capacity", "shares", "tiles_of_entry"]
+_NOT_SPECIALIZED = [
+    "stride_table", "num_pages", "lse_at", "scale", "B", "capacity", "shares", "slots", "tiles_of_entry",
+]
 
 
 @gluon_jit(do_not_specialize=_NOT_SPECIALIZED)
 def latent_kernel(
     q_ptr, latent, rotary, queries, lens_ptr, table_ptr, stride_table, num_pages, scratch_ptr, lse_at, scale, B,
-    capacity, shares, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr, PAGE: gl.constexpr,
+    capacity, shares, slots, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr,
+    PAGE: gl.constexpr, CHUNK: gl.constexpr = 0,
 ):
     """Store the parts of o and lse in scratch memory, numbered as in ``kernel_split``.
 
@@ -287,6 +289,7 @@ def latent_kernel(
     scale: factor of the scores, positive, including log2(e)
     tiles_of_entry: blocks of ROWS query rows of an entry
     PAGE: keys per page, a multiple of BLOCK; 0 for a dense cache
+    slots, CHUNK: as in ``kernel_split``
     """
     # As ``td.launch_dependents``: the second launch is a programmatic dependent launch.
     gl.inline_asm_elementwise(
@@ -305,13 +308,14 @@ def latent_kernel(
         gl.allocate_shared_memory(gl.float32, [NUM_VECTORS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     bars = _barriers()
-    work = first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP)
-    call = q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity, shares
+    work = first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP, CHUNK)
+    table = table_ptr, stride_table, num_pages
+    call = q_ptr, lens_ptr, table, scratch_ptr, lse_at, scale, B, capacity, (shares, slots)
     gl.warp_specialize(
         [
-            (load_partition, (call, (latent, rotary, queries), memory, bars, work, TQ, GROUP, PAGE)),
-            (left_partition, (call, memory, bars, work, TQ, GROUP, PAGE)),
-            (right_partition, (call, memory, bars, work, TQ, GROUP, PAGE)),
+            (load_partition, (call, (latent, rotary, queries), memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
+            (left_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
+            (right_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

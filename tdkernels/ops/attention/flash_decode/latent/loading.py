@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tdkernels.ops.attention.flash_decode.kernel_work import MAX_CHUNKS
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     FREE_A,
@@ -25,9 +26,12 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
 
 # Tuples that all partitions use:
 #
-#     call      q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity, shares
+#     call      q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity,
+#               (shares, slots)
 #     memory    queries left and right, keys left, right and rotary, weights of both warp groups, vectors
-#     work      entry, block of query rows, first unit of the entry, first unit and end of the program, share
+#     work      entry, block of query rows, first position of the entry, first position and end of the program, share
+#
+# Positions are those of units, or of chunks of at least CHUNK units if CHUNK > 0.
 
 # ---- the sequence of work ----
 
@@ -51,12 +55,47 @@ def _plus(a, b):
 
 
 @gluon.jit
-def first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP: gl.constexpr):
-    """Return (entry, row block, first unit of the entry, begin and end of the units, share) of this program."""
+def _units_of_chunk(units, CHUNK: gl.constexpr):
+    """Return the number of units per chunk of a sequence, as in ``kernel_work``."""
+    return gl.maximum((units + MAX_CHUNKS - 1) // MAX_CHUNKS, CHUNK)
+
+
+@gluon.jit
+def _positions(length, CHUNK: gl.constexpr):
+    """Return the number of positions of a sequence: units, or chunks with CHUNK."""
+    units = num_units(length)
+    if CHUNK > 0:
+        of_chunk = _units_of_chunk(units, CHUNK)
+        return (units + of_chunk - 1) // of_chunk
+    else:
+        return units
+
+
+@gluon.jit
+def part_at(call, work, first, pos, entry, length, CHUNK: gl.constexpr):
+    """Return (first unit, end of the units, position after the part, whether it ends the entry, number of the part)."""
+    _, _, _, _, _, _, B, _, division = call
+    shares, slots = division
+    _, block_r, _, _, end, share = work
+    units = num_units(length)
+    after = first + _positions(length, CHUNK)
+    if CHUNK > 0:
+        of_chunk = _units_of_chunk(units, CHUNK)
+        begin = (pos - first) * of_chunk
+        number = (block_r * B + entry) * slots + pos - first
+        return begin, gl.minimum(begin + of_chunk, units), pos + 1, pos + 1 == after, number
+    else:
+        stop = gl.minimum(after, end)
+        return pos - first, stop - first, stop, stop == after, block_r * (B + shares) + entry + share
+
+
+@gluon.jit
+def first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP: gl.constexpr, CHUNK: gl.constexpr):
+    """Return (entry, row block, first position of the entry, begin and end of the positions, share) of this program."""
     entries = gl.arange(0, BP, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lengths = gl.load(lens_ptr + entries, mask=entries < B, other=0)
     lengths = gl.minimum(gl.maximum(lengths, 0), capacity).to(gl.int32)
-    ends = gl.associative_scan(gl.where(entries < B, num_units(lengths), 0), 0, _plus)
+    ends = gl.associative_scan(gl.where(entries < B, _positions(lengths, CHUNK), 0), 0, _plus)
     work = gl.max(ends, 0)
     units_per_share = (work + shares - 1) // shares
     share = gl.program_id(0) // tiles_of_entry
@@ -141,22 +180,24 @@ def _place(call, entry, key, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def load_partition(call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr):
+def load_partition(
+    call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+):
     """Partition that loads queries and keys."""
-    q_ptr, lens_ptr, _, _, _, _, B, capacity, shares = call
+    q_ptr, lens_ptr, _, _, _, _, B, capacity, _ = call
     q_left, q_right, k_left, k_right, k_rotary, _, _ = memory
     entry, block_r, first, pos, end, share = work
     turn = 0  # pairs of blocks so far
     part = 0  # parts so far
     while pos < end:
         length = length_of(lens_ptr, entry, capacity)
-        stop = gl.minimum(first + num_units(length), end)
+        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         row = entry * (TQ * GROUP) + block_r * ROWS
         mbarrier.wait(bars.index(QUERY_FREE), (part & 1) ^ 1)
         mbarrier.expect(bars.index(QUERY), ROWS * LATENT * 2)
         tma.async_copy_global_to_shared(keys[2], [row, 0], bars.index(QUERY), q_left)
         tma.async_copy_global_to_shared(keys[2], [row, HALF], bars.index(QUERY), q_right)
-        for unit in range(pos - first, stop - first):
+        for unit in range(first_unit, past_unit):
             phase = ((turn // PAIRS) & 1) ^ 1
             even = (turn % PAIRS) * 2
             odd = even + 1
@@ -172,7 +213,7 @@ def load_partition(call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.c
             mbarrier.wait(bars.index(FREE_A + odd), phase)
             _load_a(keys, place_odd, bars.index(KEYS_A + odd), k_left.index(odd), k_rotary.index(odd))
             turn += 1
-        if stop == first + num_units(length):
+        if ends:
             first = stop
             entry += 1
         pos = stop
