@@ -228,6 +228,8 @@ def _methods(case, plan, default):
         The second is empty if there is one rank.
     """
     attentions, missing = methods.attentions([name for name in plan.peers if name in PEERS])
+    if case.shape.queries > 1 or case.shape.page:
+        del attentions["math"]  # it computes one sequence at a time then, which is only good for the reference
     overrides, absent = _overridden(plan, default)
     alone = {f"{LOCAL}{name}": lambda s, attend=attend: attend(s)[0] for name, attend in attentions.items()}
     partial = {name: methods.of_all_ranks(attend) for name, attend in attentions.items()}
