@@ -25,7 +25,7 @@ from bench.core import graphs, harness
 from bench.core.measure import _override, timed
 from bench.dense.operators import DTYPE
 from tdkernels.launch import rank_device
-from tdkernels.ops.attention.flash_decode.config import default_config
+from tdkernels.ops.attention.flash_decode.config import can_split, default_config, fused_config
 from tdkernels.ops.attention.flash_decode.launch import shape_of
 from tdkernels.rounding import cdiv
 
@@ -216,8 +216,11 @@ def _selected_configs(names, s):
 
 
 def _default_config(s):
-    q = s.q if s.q.dim() == 4 else s.q[:, None]
-    return default_config(shape_of(q, s.k, s.v, s.table), rank_device())
+    q, ranks = s.q if s.q.dim() == 4 else s.q[:, None], dist.get_world_size()
+    shape = shape_of(q, s.k, s.v, s.table)
+    if not can_split(q.shape[1], ranks, nodes=1):
+        return fused_config(shape, rank_device())
+    return default_config(shape, rank_device(), ranks)
 
 
 def _methods(case, plan, default):

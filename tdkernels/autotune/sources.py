@@ -7,7 +7,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _FOLLOWED = ("tdkernels.lang", "tdkernels.ops")
-_UNTIMED = {"validation", "tuning", "cost", "tunable_base", "gemm_tunable"}  # modules that timed calls do not run
+# Modules that timed calls do not run.
+_UNTIMED = {"validation", "tuning", "cost", "problem", "tunable_base", "gemm_tunable"}
 # Fields of syntax trees that the code does not depend on, or that only some versions of Python have.
 _IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 

@@ -153,6 +153,10 @@ class Tunable(ABC):
         """Return the default among the configs that ``trace`` can record."""
         return self.default(problem, device)
 
+    def is_recordable(self, config: Any) -> bool:
+        """Return whether ``trace`` can record a call with a config: whether it launches kernels that record events."""
+        return self.compiled(config) is not None
+
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         """Return the config for a problem without tuned configs.
 

@@ -22,6 +22,7 @@ def launch_dependents():
 def wait_for_prerequisites():
     """Wait until the previous kernel has ended and its stores are visible.
 
-    Memory that kernels before that one have written can be read earlier.
+    Memory that kernels before that one have written can be read earlier if that one is a normal launch, which started
+    after they had ended.
     """
     tl.extra.cuda.gdc_wait()

@@ -97,7 +97,7 @@ def _config(problem, device, group, changes):
     default = tuned.recordable(problem, device)
     if changes is None:
         config = choose(tuned, problem, device, group, {"traced": str(problem)}).config
-        return default if tuned.compiled(config) is None else config
+        return config if tuned.is_recordable(config) else default
     values_of_default = tuned.config_to_dict(default)
     values = {**values_of_default, **changes}
     if "tiles" in changes:
@@ -107,7 +107,7 @@ def _config(problem, device, group, changes):
         reason = tuned.illegal(config, problem, device)
     except (TypeError, ValueError) as error:
         reason = str(error)
-    if reason is None and tuned.compiled(config) is None:
+    if reason is None and not tuned.is_recordable(config):
         reason = "it launches no kernel that can be recorded"
     if reason is not None:
         raise ValueError(f"--config cannot run: {reason}")

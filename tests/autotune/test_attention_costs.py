@@ -121,25 +121,25 @@ def test_baseline_of_flash_decode_depends_on_the_kernel_that_torch_has():
 LATENT = (8, 1, 128, 1, 576, 512, 32768)
 
 
-@pytest.mark.parametrize("sizes, layout, dtype, default, latent_kernel", [
+@pytest.mark.parametrize("sizes, layout, dtype, default, is_wide", [
     (LATENT, "dense latent", "bfloat16", "split", True), (LATENT, "dense latent", "float16", "split", True),
     ((8, 2, 16, 1, 576, 512, 4096), "dense latent", "bfloat16", "split", True),
     ((8, 1, 16, 1, 576, 512, 4096), "dense latent", "bfloat16", "fused", True),
-    (LATENT, "dense latent", "float32", "fused", False), (LATENT, "dense latent fp8", "bfloat16", "fused", False),
-    (LATENT, "dense", "bfloat16", "fused", False),
-    ((8, 1, 128, 1, 320, 256, 4096), "dense latent", "bfloat16", "fused", False),
-    ((8, 1, 128, 2, 576, 512, 4096), "dense latent", "bfloat16", "fused", False),
+    (LATENT, "dense latent", "float32", "fused", True), (LATENT, "dense latent fp8", "bfloat16", "fused", True),
+    (LATENT, "dense", "bfloat16", "fused", True),
+    ((8, 1, 128, 1, 320, 256, 4096), "dense latent", "bfloat16", "fused", True),
+    ((8, 1, 128, 2, 576, 512, 4096), "dense latent", "bfloat16", "fused", True),
     ((16, 1, 16, 1, 128, 128, 24576), "dense", "bfloat16", "split", False),
     ((4, 8, 64, 8, 128, 128, 40000), "paged", "bfloat16", "split", False),
     ((4, 1, 64, 8, 128, 128, 40000), "dense fp8", "bfloat16", "split", False),
     ((8, 1, 40, 40, 128, 128, 10000), "dense", "bfloat16", "split", False),  # 3 * 40 of 132 SMs
     ((8, 1, 96, 96, 128, 128, 10000), "dense", "bfloat16", "fused", False),  # 96 of 132 SMs
 ], ids=str)
-def test_default_method_of_decodes_on_hopper(sizes, layout, dtype, default, latent_kernel):
+def test_default_method_of_decodes_on_hopper(sizes, layout, dtype, default, is_wide):
     op, problem = tunable("flash_decode"), problem_of("flash_decode", 1, layout, sizes, dtype)
     assert op.default(problem, GPU).method == default
     split = [config for config in op.space(problem, GPU) if config.method == "split"]
-    assert (len(split) == 1) == latent_kernel and split
+    assert (len(split) == 1) == is_wide and split
 
 
 def test_large_results_are_sent_during_the_call():
@@ -168,7 +168,8 @@ def test_calls_that_cannot_be_split():
         assert op.default(problem, GPU).method == default
         assert (default == "split") == any(config.method == "split" for config in op.space(problem, GPU))
         recorded = op.recordable(problem, GPU)
-        assert recorded.method == "fused" and op.compiled(recorded) is not None
+        assert recorded.method == "fused" and op.is_recordable(recorded)
+        assert not any(op.is_recordable(replace(recorded, method=method)) for method in ("split", "torch"))
         assert op.goes_in_graphs(problem)
 
 

@@ -86,8 +86,9 @@ def test_call_launches_the_precompiled_kernel(operator, dtype):
                 launches.clear()
                 op.compile(operands, problem, config)
                 op.run(operands, problem, group, config)
-                # The second launch of method "split" of flash_decode is compiled by the first call.
-                ahead, launched = (specialised(*launch, ARCH) for launch in launches[:2])
+                if (operator, config.method) == ("flash_decode", "split"):
+                    launches.pop()  # the second launch of a call, which is not compiled ahead
+                ahead, launched = (specialised(*launch, ARCH) for launch in launches)
                 assert launches[0][0] is launches[1][0] and ahead == launched, f"{config} for {problem}"
 
 

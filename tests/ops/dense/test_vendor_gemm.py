@@ -17,7 +17,8 @@ def is_pipelined(operator, ranks, m, n, k):
 
 @pytest.mark.parametrize("operator, ranks, n, k, expected", [
     ("ag_gemm", 2, 6144, 4096, True),  # 0.76 ms at the rates of the estimate
-    ("ag_gemm", 4, 6144, 4096, True),  # 0.58 ms
+    ("ag_gemm", 4, 6144, 4096, False),  # 0.58 ms
+    ("ag_gemm", 4, 10240, 8192, True),  # 1.53 ms
     ("ag_gemm", 8, 6144, 4096, False),  # 0.49 ms
     ("ag_gemm", 8, 28672, 4096, True),  # 1.00 ms
     ("gemm_rs", 8, 8192, 28672, True),  # 1.64 ms

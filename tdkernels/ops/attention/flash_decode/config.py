@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows per tile; the second for heads with more than 256 elements
 _FEW_BLOCKS = 16  # with fewer blocks of keys per SM, one program per SM is used
 # Keys per chunk in the batch-invariant mode. With 512, five shapes of narrow heads take 1.09 times as long as without
-# chunks (geometric mean), with 1024 1.13, with 256 1.18 (H200). Parts of wide heads take more memory; not measured.
+# chunks (geometric mean), with 1024 1.13, with 256 1.15 (H200). Parts of wide heads take more memory; not measured.
 _CHUNK_KEYS, _WIDE_CHUNK_KEYS = 512, 1024
 LATENT_D, LATENT_DV = 576, 512  # of the caches that ``latent_kernel`` reads
 LATENT_ROWS, LATENT_BLOCK = 64, 32  # query rows per tile and keys per block of ``latent_kernel``
@@ -42,7 +42,8 @@ class FlashDecodeConfig:
         num_programs: Programs that share the keys, at most 8192. 0 means as many as fit on the device at a time.
         chunk_keys: 0 divides the keys of all sequences equally among the programs, so the parts of a sequence that are
             merged depend on the whole batch. Otherwise they are chunks of this many keys, a multiple of block_n, and of
-            more keys for a sequence that would have more than 64 chunks. They depend on its length alone.
+            more keys for a sequence that would have more than 64 chunks. They depend on its length alone. The version
+            for latent caches rounds this down to a multiple of 64, and to at least 64.
         tile_rows: Maximum number of query rows that a program multiplies at a time, 16, 32 or 64. 0 means 64, or 32 for
             heads of more than 256 elements. With 64 rows Hopper uses wgmma, and keys are read for more rows at a time;
             for heads of 512 elements the accumulator then needs 8 warps.
@@ -211,8 +212,11 @@ def has_latent_kernel(shape: DecodeShape, device: "torch.device") -> bool:
     these run the portable kernels of method "split", which were compared with "fused" for pages of 16 keys only: 237
     and 267 us for one sequence of 64K keys and 128 heads (H100, CUDA graphs).
     """
-    if gpu.capability(device) != (9, 0):
-        return False
+    return gpu.capability(device) == (9, 0) and has_latent_sizes(shape)
+
+
+def has_latent_sizes(shape: DecodeShape) -> bool:
+    """Return whether a cache has the sizes for which ``latent_kernel`` is written."""
     sizes = shape.d, shape.dv, shape.heads, shape.cache_bytes
     return shape.value_is_key and sizes == (LATENT_D, LATENT_DV, 1, 2)
 

@@ -30,6 +30,7 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_signature, output_spec
 from tdkernels.symm.group import group_state
+from tdkernels.symm.shared_settings import is_batch_invariant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -203,7 +204,7 @@ def _pair_of(operands, kind, options, group, config, keep):
     workspace, alone = launcher.workspace_of(q, group)
     key = (
         "split", config, options, keep, kind, launcher.value_is_key(k_cache, v_cache), launcher.precision_of(q),
-        *operand_signature(operands),
+        is_batch_invariant(), *operand_signature(operands),
     )
     pair = workspace.launches[key]
     if pair is None:
@@ -293,9 +294,10 @@ def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, p
 
 
 def _join_tile(shape: DecodeShape, in_chunks: bool) -> tuple[int, int, int]:
-    """Return (query rows merged by a program at a time, columns, parts loaded at a time); rows depend on q alone.
+    """Return (query rows merged by a program at a time, columns, parts loaded at a time).
 
-    With chunks, which are for results that do not depend on the batch, these do not depend on it either.
+    They depend on q and the config alone, so they are the same on all ranks. With chunks, which are for results that do
+    not depend on the batch, they do not depend on it either.
 
     Fewest rows fill the GPU best if there are few of them. Measured on H100 with 512 columns, in us: 128 rows of 66
     parts 6.3 with (1, 128, 16), 16 with (2, 512, 4); 4096 rows of 2 parts 5.5 with (4, 512, 2), 13 with (1, 512, 16).

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.attention.flash_decode import cost_model, launch_split, op, torch_attention
+from tdkernels.ops.attention.flash_decode import cost, launch_split, op, torch_attention
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode.config import (
     FlashDecodeConfig,
     can_split,
     default_config,
     fused_config,
-    has_latent_kernel,
     invariant_config,
     layout_of,
     num_programs,
@@ -126,7 +125,10 @@ class FlashDecodeTunable(ConfigTunable):
         return default_config(shape, device, problem.world_size) if _can_split(problem) else fused_config(shape, device)
 
     def recordable(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        return fused_config(shape_of_problem(problem), device)  # the kernels of "split" record nothing
+        return fused_config(shape_of_problem(problem), device)
+
+    def is_recordable(self, config: FlashDecodeConfig) -> bool:
+        return config.method == "fused"  # the kernels of "split" record nothing
 
     def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         return invariant_config(shape_of_problem(problem), device, _can_split(problem))
@@ -150,7 +152,7 @@ class FlashDecodeTunable(ConfigTunable):
         return configs
 
     def estimate_ms(self, config: FlashDecodeConfig, problem: "Problem", hardware: "Hardware") -> float:
-        return 1e3 * cost_model.seconds(config, problem, self.floors(problem), hardware)
+        return 1e3 * cost.seconds(config, problem, self.floors(problem), hardware)
 
     def plain_words_of(self, problem: "Problem") -> tuple[str, str]:
         words = _PATH_WORDS[path_of_problem(problem)]
@@ -251,8 +253,8 @@ _PATH_WORDS = {
 
 
 def _split_space(shape, device):
-    """Return candidates of method "split". ``latent_kernel`` uses none of their other fields."""
-    if has_latent_kernel(shape, device):
+    """Return candidates of method "split". Only one for wide heads, whose kernel in Gluon uses no other field."""
+    if shape.is_wide:
         return [replace(fused_config(shape, device), method="split")]
     sizes = itertools.product((32, 64, 128), (4, 8), (2, 3, 4))
     return [FlashDecodeConfig("split", block_n, num_warps, num_stages) for block_n, num_warps, num_stages in sizes]

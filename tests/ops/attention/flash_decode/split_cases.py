@@ -74,6 +74,7 @@ def computes(heads, tokens, dtype, lens_dtype, programs):
     case.lens = case.lens.to(lens_dtype)
     for number in programs:
         check(case, replace(SPLIT, num_programs=number))
+    check(case, replace(SPLIT, chunk_keys=64))
 
 
 @releases_memory
@@ -160,6 +161,23 @@ def supports_changing_lens(heads):
             getattr(static, name).copy_(getattr(fresh, name))
         o, lse = static.call(return_lse=True, config=SPLIT)
         fresh.check({"o": o, "lse": lse})
+
+
+def supports_calls_in_a_row(heads):
+    """Check calls with other operands one after the other, which use the same scratch memory.
+
+    No kernel runs between their launches, so the second launch of a call overlaps with the first one if it can.
+    """
+    cases = [latent(lengths()[shift:] + lengths()[:shift], heads, seed=20 + shift) for shift in range(3)]
+    with torch.no_grad():
+        for config in (SPLIT, replace(SPLIT, chunk_keys=64)):
+            expected = [case.run((), config=config) for case in cases]
+            for results, case in zip(expected, cases, strict=True):
+                case.check(results)
+            for _ in range(200 if on_hopper() else 1):
+                got = [case.call(return_lse=True, config=config) for case in cases]
+                for (o, lse), results in zip(got, expected, strict=True):
+                    assert torch.equal(o, results["o"]) and torch.equal(lse, results["lse"])
 
 
 # ---- other kernels, gradients, torch.compile ----

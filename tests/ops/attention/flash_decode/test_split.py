@@ -42,7 +42,8 @@ def test_pages():
 
 @pytest.mark.parametrize("check", [
     split_cases.computes_with_any_scale, split_cases.supports_strides, split_cases.supports_queries_anywhere,
-    split_cases.clamps_lengths, split_cases.supports_changing_lens, split_cases.falls_back,
+    split_cases.clamps_lengths, split_cases.supports_changing_lens, split_cases.supports_calls_in_a_row,
+    split_cases.falls_back,
 ], ids=lambda check: check.__name__)
 def test_calls(check):
     on_ranks(1, check, HEADS)

@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING
 
 from tdkernels.ops.attention.flash_decode import torch_attention
-from tdkernels.ops.attention.flash_decode.config import LATENT_ROWS, DecodeShape, FlashDecodeConfig
+from tdkernels.ops.attention.flash_decode.config import (
+    LATENT_ROWS,
+    DecodeShape,
+    FlashDecodeConfig,
+    has_latent_sizes,
+)
 from tdkernels.ops.attention.flash_decode.kernel_merge import MOST_PARTS, NUMBERS_OF_WARP, PARTS_AT_A_TIME
 from tdkernels.ops.attention.flash_decode.problem import path_of_problem, shape_of_problem
 from tdkernels.ops.common import gemm_tunable as dense
@@ -48,7 +53,7 @@ def seconds(config: FlashDecodeConfig, problem: "Problem", floors: "Floors", har
     if config.method == "torch":
         return _torch_s(problem, floors, hardware)
     shape = config.tiled(shape_of_problem(problem))
-    if config.method == "split" and shape.value_is_key:
+    if config.method == "split" and has_latent_sizes(shape):
         return _latent_s(config, shape, problem, floors, hardware)
     resident = hardware.num_sms * max(1, 8 // config.num_warps)
     programs = config.num_programs or resident
