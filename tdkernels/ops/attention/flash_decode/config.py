@@ -95,10 +95,14 @@ class FlashDecodeConfig:
         """Return the sizes of a call with the tiles of this config."""
         return replace(shape, tile_rows=self.tile_rows) if self.tile_rows else shape
 
+    def blocks_in_flight(self, shape: "DecodeShape") -> int:
+        """Return how many blocks of keys are loaded in advance."""
+        return (self.num_stages - 1) // (2 if shape.paged else 1)
+
     def shared_memory_bytes(self, shape: "DecodeShape") -> int:
         """Return the shared memory of a program in bytes: the stages of the main loop, and the query rows.
 
-        One stage is held in registers. For a paged cache, the pipeline spends one more stage on reading the block
+        One stage is held in registers. For a paged cache, the pipeline spends half of the others on reading the block
         table.
 
         Args:
@@ -108,7 +112,7 @@ class FlashDecodeConfig:
             The estimate in bytes.
         """
         shape = self.tiled(shape)
-        stages = max(self.num_stages - 1 - shape.paged, 1)
+        stages = max(self.blocks_in_flight(shape), 1)
         return stages * self.block_n * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
 
 
@@ -253,7 +257,7 @@ def fused_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfi
     if shape.is_wide and shape.cache_bytes == 2:
         # Fewer programs with 8 warps were slower with every tile size, except for one sequence of 64K keys.
         warps = 4
-        candidates: tuple[tuple[int, int], ...] = ((32, 3 + shape.paged), (32, 2 + shape.paged), (16, 2 + shape.paged))
+        candidates: tuple[tuple[int, int], ...] = ((32, 3),) + (((16, 3),) if shape.paged else ((32, 2), (16, 2)))
     elif shape.paged:
         # With 64 rows, blocks of 128 keys take 1.3 times as long (H200, 4 sequences of 40,000 keys, pages of 16).
         candidates = ((128, 3),) * (shape.block_m < 64) + ((64, 3), (32, 3), (16, 3))

@@ -139,7 +139,7 @@ class FlashDecodeTunable(ConfigTunable):
             return [*fused, FlashDecodeConfig("split", 16, 1, 1)] if _can_split(problem) else fused
         shape, num_sms = shape_of_problem(problem), gpu.num_sms(device)
         configs = []
-        for block_n, num_warps, num_stages in itertools.product((16, 32, 64, 128), (4, 8), (2, 3, 4)):
+        for block_n, num_warps, num_stages in itertools.product((16, 32, 64, 128), (4, 8), _stages(shape)):
             config = FlashDecodeConfig("fused", block_n, num_warps, num_stages)
             usual = num_programs(config, shape, problem.shape[-1], device)
             others = {num_sms, 2 * num_sms, 4 * num_sms} - {usual}
@@ -252,11 +252,16 @@ _PATH_WORDS = {
 }
 
 
+def _stages(shape):
+    """Return numbers of stages to try: those with which one, two and three blocks of keys are in flight."""
+    return (3, 5, 7) if shape.paged else (2, 3, 4)
+
+
 def _split_space(shape, device):
     """Return candidates of method "split". Only one for wide heads, whose kernel in Gluon uses no other field."""
     if shape.is_wide:
         return [replace(fused_config(shape, device), method="split")]
-    sizes = itertools.product((32, 64, 128), (4, 8), (2, 3, 4))
+    sizes = itertools.product((32, 64, 128), (4, 8), _stages(shape))
     return [FlashDecodeConfig("split", block_n, num_warps, num_stages) for block_n, num_warps, num_stages in sizes]
 
 
