@@ -148,6 +148,8 @@ def test_large_results_are_sent_during_the_call():
     for ranks, batch, method in ((2, 128, "split"), (4, 128, "fused"), (4, 16, "split")):
         problem = problem_of("flash_decode", ranks, "dense", (batch, 1, 32, 8, 128, 128, 1024))
         assert op.default(problem, GPU).method == method
+    latent = problem_of("flash_decode", 4, "dense latent", (32, 1, 128, 1, 576, 512, 4096))
+    assert op.default(latent, GPU).method == "split", "it is faster by more than the exchange takes"
 
 
 def test_latent_decode_on_other_gpus_is_not_split(monkeypatch):

@@ -18,8 +18,8 @@ LATENT_D, LATENT_DV = 576, 512  # of the caches that ``latent_kernel`` reads
 LATENT_ROWS, LATENT_BLOCK = 64, 32  # query rows per tile and keys per block of ``latent_kernel``
 _FEW_ROWS = 16  # of wide heads, up to which "fused" is as fast as "split", see ``_is_faster_split``
 _LEAST_BUSY = 0.8  # share of the SMs that method "split" must use
-# Bytes that a rank sends up to which method "split" is faster. It sends them at its end, "fused" during the call. On 4
-# H200 it took 1.06 times as long with 6.3 MB, on 2 H200 0.98 times with 2.1 MB.
+# Bytes that a rank sends up to which method "split" is faster for narrow heads. It sends them at its end, "fused" during
+# the call. On 4 H200 it took 1.06 times as long with 6.3 MB, on 2 H200 0.98 times with 2.1 MB.
 _MOST_SENT = 4 << 20
 MAX_PROGRAMS = 8192  # more than fit on any GPU at a time; flags are allocated for this many
 
@@ -228,12 +228,11 @@ def has_latent_sizes(shape: DecodeShape) -> bool:
 def default_config(shape: DecodeShape, device: "torch.device", ranks: int = 1) -> FlashDecodeConfig:
     """Return the heuristic config of calls that can run method "split", for a shape without tuned configs."""
     config = fused_config(shape, device)
-    sent = (ranks - 1) * shape.batch * shape.heads * shape.rows * shape.dv * 4
-    return replace(config, method="split") if sent <= _MOST_SENT and _is_faster_split(shape, device) else config
+    return replace(config, method="split") if _is_faster_split(shape, device, ranks) else config
 
 
-def _is_faster_split(shape, device):
-    """Return whether method "split" is faster than "fused" on one GPU.
+def _is_faster_split(shape, device, ranks=1):
+    """Return whether method "split" is faster than "fused".
 
     On H200 it is faster in 23 of 23 shapes with heads of up to 256 elements, up to 1.96 times: programs that run at
     the same time read neighbouring heads of the same keys, and many programs merge the parts.
@@ -243,6 +242,8 @@ def _is_faster_split(shape, device):
     if shape.is_wide:
         # With 16 rows a tile of 64 rows is mostly padding, and "fused" is as fast (H100, 128 sequences of 4K keys).
         return shape.rows > _FEW_ROWS and has_latent_kernel(shape, device)
+    if (ranks - 1) * shape.batch * shape.heads * shape.rows * shape.dv * 4 > _MOST_SENT:
+        return False
     tiles, num_sms = shape.tiles // shape.batch, gpu.num_sms(device)
     return num_sms // tiles * tiles >= _LEAST_BUSY * num_sms  # each tile of an entry has the same number of programs
 

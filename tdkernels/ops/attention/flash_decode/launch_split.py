@@ -183,7 +183,7 @@ def compile(
 ) -> None:
     """Compile the kernel that computes parts for these operands into Triton's cache, without launching it.
 
-    ``latent_kernel`` is compiled for no field of the config, so it is not compiled in advance.
+    ``latent_kernel`` is not compiled in advance, because only one candidate of the tuner runs it.
     """
     shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
     if _uses_latent_kernel(q, k_cache, shape, options):
