@@ -18,8 +18,8 @@ LATENT_D, LATENT_DV = 576, 512  # of the caches that ``latent_kernel`` reads
 LATENT_ROWS, LATENT_BLOCK = 64, 32  # query rows per tile and keys per block of ``latent_kernel``
 _FEW_ROWS = 16  # of wide heads, up to which "fused" is as fast as "split", see ``_is_faster_split``
 _LEAST_BUSY = 0.8  # share of the SMs that method "split" must use
-# Bytes that a rank sends up to which method "split" is faster for narrow heads. It sends them at its end, "fused" during
-# the call. On 4 H200 it took 1.06 times as long with 6.3 MB, on 2 H200 0.98 times with 2.1 MB.
+# Bytes that a rank sends up to which method "split" is faster for narrow heads. It sends them at its end, "fused"
+# during the call. On 4 H200 it took 1.06 times as long with 6.3 MB, on 2 H200 0.98 times with 2.1 MB.
 _MOST_SENT = 4 << 20
 MAX_PROGRAMS = 8192  # more than fit on any GPU at a time; flags are allocated for this many
 
