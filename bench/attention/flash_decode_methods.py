@@ -27,7 +27,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 METHOD_TORCH = "method-torch"
 TORCH_CONFIG = tdkernels.FlashDecodeConfig(method="torch")
 # Not a power of two: in a script on H200 copies of 512 MiB reached 2.75 TB/s, those of 164, 419 and 819 MB 4.2 TB/s.
-# Here 512 MiB reached 4.2 TB/s, so it depends on the addresses.
+# The cause is not known. In this benchmark copies of 512 MiB reached 4.2 TB/s, too.
 _COPY_BYTES = {"cuda": 400 << 20, "cpu": 1 << 16}
 
 

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel may start before the kernel that was launched before it has ended.
+"""Programmatic dependent launch: a kernel may start before the previous kernel of the stream has ended.
 
 For NVIDIA GPUs of compute capability 9.0 or later. The host passes ``launch_pdl=True`` in the launch of the second
 kernel. Without it both functions do nothing.
@@ -22,7 +22,7 @@ def launch_dependents():
 def wait_for_prerequisites():
     """Wait until the previous kernel has ended and its stores are visible.
 
-    Memory that kernels before that one have written can be read earlier if that one is a normal launch, which started
-    after they had ended.
+    Results of earlier kernels can be read before this wait if the previous kernel was launched normally, because it
+    started after these had ended.
     """
     tl.extra.cuda.gdc_wait()

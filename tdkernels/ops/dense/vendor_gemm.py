@@ -6,7 +6,7 @@ from tdkernels.ops.common.scaling import Scales, scaled_linear
 from tdkernels.rounding import cdiv
 
 # Host time of the pipelined form of a backward, and its part for each peer. On 8 H200, ag_gemm took 0.42 to 1.0 ms and
-# gemm_rs 0.55 to 1.1, because some CPUs were half as fast as others. On 4 H200 ag_gemm took 0.63 to 0.88.
+# gemm_rs 0.55 to 1.1, because some CPUs were half as fast as others. On 4 H200 ag_gemm took 0.63 to 0.94.
 _HOST_S = {"ag_gemm": (0.55e-3, 0.02e-3), "gemm_rs": (0.3e-3, 0.095e-3), "column_linear": (0.3e-3, 0.095e-3)}
 _FLOPS, _LINK = 750e12, 330e9  # rates of an H200, per second
 

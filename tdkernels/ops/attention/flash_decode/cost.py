@@ -33,8 +33,8 @@ _PLAIN_STEPS, _FLASH_STEPS, _PAGES_STEPS, _LAST_KEYS_STEPS, _MERGE_STEPS = 34, 1
 # Share of the memory bandwidth that torch's flash attention reaches in bench/results/h200x2/flash_decode.jsonl without
 # lengths: 0.82 to 0.97 of long sequences, 0.63 for 128 sequences of 1K keys. For lengths on the device, an estimate.
 _FLASH_SHARE = 0.85
-# Share of the peak rate that products of "fused" reach for heads of more than 256 elements. With merging, the default
-# reaches 0.13 to 0.15 for 8 sequences of 32K and 32 of 4K latent keys on H100.
+# Share of the peak rate that products of the portable kernels reach for heads of more than 256 elements. With merging,
+# the default of "fused" reaches 0.13 to 0.15 for 8 sequences of 32K and 32 of 4K latent keys on H100.
 _WIDE_SHARE = 0.2
 # Share of the peak rate that products of ``latent_kernel`` reach on H100 and H200 (8 sequences of 32K keys).
 _LATENT_SHARE = 0.5
@@ -98,7 +98,7 @@ def _exchange_s(shape: DecodeShape, programs, problem, hardware):
 
 
 def _latent_s(config, shape, problem, floors, hardware):
-    """Return the seconds of method "split" with a latent cache, whose programs merge few rows each."""
+    """Return the seconds of method "split" for a latent cache. Its programs merge few rows each."""
     keys, rows = problem.shape[-1], cdiv(shape.rows, LATENT_ROWS) * LATENT_ROWS
     padded = 2 * shape.batch * shape.heads * rows * keys * (shape.d + shape.padded_dv)
     busy = max(floors.memory_bytes / hardware.memory, padded / (_LATENT_SHARE * hardware.flops))

@@ -12,9 +12,9 @@ at the same time read the same keys, which come from the L2 cache after the firs
 A program stores every part of a tile. The part of tile t of entry e in share s has the number t * (B + shares) + e + s.
 These are distinct, because a program that stores several parts goes to the next entry.
 
-With CHUNK > 0 the sequence of work consists of chunks of units, as in ``kernel_work``. Each chunk of a tile is a part
-of its own, so the parts of an entry depend on its length alone. The number of chunk c is t * B * SLOTS + e * SLOTS + c,
-where SLOTS is the most chunks that an entry can have.
+With CHUNK > 0 the sequence of work consists of chunks of units, like the chunks of blocks in ``kernel_work``. Each
+chunk of a tile is a part of its own, so the parts of an entry depend on its length alone. The number of chunk c is
+t * B * SLOTS + e * SLOTS + c, where SLOTS is the most chunks that an entry can have.
 
 Progress (invariant 1). Programs of the first launch do not wait. Programs of the second launch send all of their rows
 before they wait for the same rows of the peers, and their tiles are in program order, as in ``kernel``.
