@@ -97,9 +97,13 @@ def _dense(gpus):
     for operator in ("ag_gemm", "gemm_rs", "gemm_ar"):
         shapes = "--shapes", "llama-70b,llama-8b" + ",seed" * (operator != "gemm_ar"), "--rounds", "5", "--cuda-graph"
         yield Stage(f"bench-{operator}", 80, (_tdkernels("bench", operator, *shapes, "--backward"),))
-    programs = list(_solo(gpus))
+    yield from _one_gpu_each("solo", 90, list(_solo(gpus)), gpus)
+
+
+def _one_gpu_each(name, seconds, programs, gpus):
+    """Yield stages of as many programs as there are GPUs, each of which runs on a GPU of its own."""
     for number in range(0, len(programs), gpus):
-        yield Stage(f"solo-{number // gpus + 1}", 90, tuple(programs[number : number + gpus]))
+        yield Stage(f"{name}-{number // gpus + 1}", seconds, tuple(programs[number : number + gpus]))
 
 
 def _solo(gpus):
@@ -164,10 +168,20 @@ def _others(gpus):
     ))
     yield Stage("experts", 70, (_tdkernels("bench", "ep_moe", "tp_moe", "--backward", "--rounds", "3", log="experts"),))
     yield Stage("decode", 40, (_tdkernels("bench", "flash_decode", "--cuda-graph", "--rounds", "5", log="decode"),))
+    yield from _one_gpu_each("decode-one-gpu", 90, list(_decode(gpus)), gpus)
     yield Stage("attention", 50, (
         _tdkernels("bench", "ag_attention", "--tokens", "32768,8192", "--sharding", "zigzag", "--rounds", "3",
                    log="attention"),
     ))
+
+
+def _decode(gpus):
+    """Yield programs for the GPUs in turn: ``flash_decode`` on one GPU."""
+    for number, kind in enumerate(("dense", "tokens", "pages", "small")):
+        yield _tdkernels(
+            "bench", "flash_decode", "--shapes", f"one-gpu-{kind}", "--cuda-graph", "--nproc", "1", "--rounds", "5",
+            "--peers", "sdpa-flash,sdpa-cudnn", log=f"decode-{kind}", gpus=(number % gpus,),
+        )
 
 
 def _campaigns(gpus):
