@@ -26,7 +26,13 @@ from tdkernels.ops.common.scaled_problem import (
     why_not_scaled,
 )
 from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, scaled_linear
-from tdkernels.ops.common.tile_config import Tiles, invariant_tiles, scaled_candidates, scaled_tiles
+from tdkernels.ops.common.tile_config import (
+    Tiles,
+    invariant_tiles,
+    scaled_candidates,
+    scaled_tiles,
+    with_wide_steps,
+)
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
@@ -134,7 +140,8 @@ class DenseTunable(ConfigTunable):
         m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
         if hasattr(config, "pieces") and problem.num_nodes == 1 and prefers_torch_gemm(problem, m, n, k, device):
             return self.config_class(method="parts")
-        return replace(config, tiles=scaled_tiles(config.tiles, problem.layout, device))
+        tiles = scaled_tiles(config.tiles, problem.layout, device)
+        return replace(config, tiles=with_wide_steps(tiles, problem.layout, device))
 
     def default_of(self, problem: "Problem", device: torch.device) -> Any:
         """Return the default config. For scaled operands its tiles are those of 16-bit operands."""
