@@ -25,9 +25,8 @@ from bench.core import graphs, harness
 from bench.core.measure import _override, timed
 from bench.dense.operators import DTYPE
 from tdkernels.launch import rank_device
-from tdkernels.ops.attention.flash_decode.config import can_split, default_config, fused_config
+from tdkernels.ops.attention.flash_decode.config import default_config
 from tdkernels.ops.attention.flash_decode.launch import shape_of
-from tdkernels.rounding import cdiv
 
 OPERATORS = ["flash_decode"]
 PEERS = tuple(methods.PEERS)
@@ -141,10 +140,7 @@ class Case:
         return None
 
     def inputs(self, seed):
-        """Return q (the same on all ranks), this rank's KV cache, its lengths and block table, drawn with ``seed``.
-
-        The block table is a random permutation of the pages; None for a dense cache.
-        """
+        """Return q (the same on all ranks), this rank's KV cache, its lengths and block table, drawn with ``seed``."""
         shape, device = self.shape, rank_device()
 
         def draw(seed, *sizes):
@@ -154,12 +150,7 @@ class Case:
         tokens = (shape.queries,) if shape.queries > 1 else ()
         q = draw(seed, shape.batch, *tokens, shape.heads, shape.dim)
         own = 1000 + 2 * (seed * self.ranks + dist.get_rank())
-        rows, table = (shape.batch, shape.keys), None
-        if shape.page:
-            pages = cdiv(shape.keys, shape.page)
-            rows = shape.batch * pages, shape.page
-            order = torch.randperm(rows[0], generator=torch.Generator(device).manual_seed(own), device=device)
-            table = order.int().view(shape.batch, pages)
+        rows, table = methods.rows_of_cache(shape, torch.Generator(device).manual_seed(own))
         cache = *rows, shape.kv_heads, shape.dim
         lens = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
         k, v = draw(own, *cache), draw(own + 1, *cache)
@@ -216,11 +207,8 @@ def _selected_configs(names, s):
 
 
 def _default_config(s):
-    q, ranks = s.q if s.q.dim() == 4 else s.q[:, None], dist.get_world_size()
-    shape = shape_of(q, s.k, s.v, s.table)
-    if not can_split(q.shape[1], ranks, nodes=1):
-        return fused_config(shape, rank_device())
-    return default_config(shape, rank_device(), ranks)
+    q = s.q if s.q.dim() == 4 else s.q[:, None]
+    return default_config(shape_of(q, s.k, s.v, s.table), rank_device(), dist.get_world_size())
 
 
 def _methods(case, plan, default):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels.launch import rank_device
 from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.rounding import cdiv
 
 METHOD_TORCH = "method-torch"
 TORCH_CONFIG = tdkernels.FlashDecodeConfig(method="torch")
@@ -162,6 +163,21 @@ def attentions(names):
         except Exception as err:
             absent[name] = f"{type(err).__name__}: {err}".splitlines()[0][:200]
     return found, absent
+
+
+# ---- caches ----
+
+
+def rows_of_cache(shape, generator):
+    """Return (the first two sizes of a cache, its block table) for a shape with ``batch``, ``keys`` and ``page``.
+
+    The table is a random permutation of the pages; None for a dense cache.
+    """
+    if not shape.page:
+        return (shape.batch, shape.keys), None
+    pages = cdiv(shape.keys, shape.page)
+    order = torch.randperm(shape.batch * pages, generator=generator, device=generator.device)
+    return (shape.batch * pages, shape.page), order.int().view(shape.batch, pages)
 
 
 # ---- attention on all ranks' keys ----

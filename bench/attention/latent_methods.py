@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from bench.attention.flash_decode_methods import sequence
+from bench.attention.flash_decode_methods import rows_of_cache, sequence
 from bench.core import harness
 from tdkernels import FlashDecodeConfig
 from tdkernels.launch import rank_device
 from tdkernels.ops.attention.flash_decode.config import fused_config
 from tdkernels.ops.attention.flash_decode.launch import shape_of
-from tdkernels.rounding import cdiv
 
 SPLIT, FUSED, WIDE, SELECTED = "split", "fused", "fused, 64 rows", "tdkernels"
 COPY, GEMM = FLOORS = "copy", "gemm"
@@ -76,11 +75,7 @@ def inputs(shape, seed):
     shared = torch.Generator(device).manual_seed(seed)
     tokens = (shape.queries,) if shape.queries > 1 else ()
     q = torch.randn(shape.batch, *tokens, shape.heads, shape.dim, generator=shared, dtype=DTYPE, device=device)
-    rows, table = (shape.batch, shape.keys), None
-    if shape.page:
-        pages = cdiv(shape.keys, shape.page)
-        rows = shape.batch * pages, shape.page
-        table = torch.randperm(rows[0], generator=own, device=device).int().view(shape.batch, pages)
+    rows, table = rows_of_cache(shape, own)
     k = torch.randn(*rows, 1, shape.dim, generator=own, dtype=DTYPE, device=device)
     lens = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
     # Every input set has its own target of the copy. One target would stay in the L2 cache.

@@ -122,15 +122,19 @@ def test_wrong_results_are_not_timed(local, name):
         assert message.startswith(f"{name}: wrong: relative errors")
 
 
+def gathered_caches(s):
+    """Return the keys and values of all ranks as [B, Hq, S, D], with two query heads per head of the caches."""
+    for cache in (s.k, s.v):
+        gathered = [torch.empty_like(cache) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, cache)
+        yield torch.cat(gathered, 1).transpose(1, 2).repeat_interleave(2, 1)
+
+
 def check_sequence():
     """Compare the torch baseline with attention over the gathered keys of all ranks."""
     case = flash_decode.Case(SHAPE, dist.get_world_size())
     s = flash_decode_methods.in_fp32(case.inputs(0))
-    caches = []
-    for cache in (s.k, s.v):
-        gathered = [torch.empty_like(cache) for _ in range(case.ranks)]
-        dist.all_gather(gathered, cache)
-        caches.append(torch.cat(gathered, 1).transpose(1, 2).repeat_interleave(2, 1))
+    caches = gathered_caches(s)
     expected = torch.nn.functional.scaled_dot_product_attention(s.q[:, :, None], *caches)[:, :, 0]
     merged = flash_decode_methods.sequence(flash_decode_methods.math, s)
     local, lse = flash_decode_methods.math(s)

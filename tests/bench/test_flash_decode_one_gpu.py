@@ -15,6 +15,7 @@ from bench.multinode_model import measured_inputs
 from bench.report import headlines
 from bench.report import rows as all_rows
 from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
+from tests.bench.test_flash_decode import gathered_caches
 from tests.support.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -131,11 +132,7 @@ def check_sequence():
     """Compare the torch baseline with attention over the gathered keys of all ranks."""
     case = Case(Shape(2, 4, 2, 16, 5, "", queries=3), dist.get_world_size())
     s = flash_decode_methods.in_fp32(case.inputs(0))
-    caches = []
-    for cache in (s.k, s.v):
-        gathered = [torch.empty_like(cache) for _ in range(case.ranks)]
-        dist.all_gather(gathered, cache)
-        caches.append(torch.cat(gathered, 1).transpose(1, 2).repeat_interleave(2, 1))
+    caches = gathered_caches(s)
     mask = torch.ones(3, 5 * case.ranks, dtype=torch.bool, device=s.q.device).tril(5 * case.ranks - 3)
     expected = torch.nn.functional.scaled_dot_product_attention(s.q.transpose(1, 2), *caches, attn_mask=mask)
     merged = flash_decode_methods.sequence(flash_decode_methods.of_all_ranks(flash_decode_methods.math), s)

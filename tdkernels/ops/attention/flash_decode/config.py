@@ -96,14 +96,14 @@ class FlashDecodeConfig:
         return replace(shape, tile_rows=self.tile_rows) if self.tile_rows else shape
 
     def blocks_in_flight(self, shape: "DecodeShape") -> int:
-        """Return how many blocks of keys are loaded in advance."""
-        return (self.num_stages - 1) // (2 if shape.paged else 1)
+        """Return how many blocks of keys are loaded in advance. Half of the stages load the table of a paged cache."""
+        return max((self.num_stages - 1) // (2 if shape.paged else 1), 1)
 
     def shared_memory_bytes(self, shape: "DecodeShape") -> int:
         """Return the shared memory of a program in bytes: the stages of the main loop, and the query rows.
 
         One stage is held in registers, except with tiles of 64 rows on Hopper, where the kernel needs a block more than
-        this estimate. For a paged cache, the pipeline spends half of the others on reading the block table.
+        this estimate.
 
         Args:
             shape: Sizes of the call, with any tiles.
@@ -112,8 +112,8 @@ class FlashDecodeConfig:
             The estimate in bytes.
         """
         shape = self.tiled(shape)
-        stages = max(self.blocks_in_flight(shape), 1)
-        return stages * self.block_n * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
+        keys = self.blocks_in_flight(shape) * self.block_n
+        return keys * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,13 @@ def has_latent_sizes(shape: DecodeShape) -> bool:
     return shape.value_is_key and sizes == (LATENT_D, LATENT_DV, 1, 2)
 
 
-def default_config(shape: DecodeShape, device: "torch.device", ranks: int = 1) -> FlashDecodeConfig:
-    """Return the heuristic config of calls that can run method "split", for a shape without tuned configs."""
+def default_config(
+    shape: DecodeShape, device: "torch.device", ranks: int = 1, nodes: int = 1
+) -> FlashDecodeConfig:
+    """Return the heuristic config of calls of ``ranks`` ranks on ``nodes`` nodes without tuned configs."""
     config = fused_config(shape, device)
-    return replace(config, method="split") if _is_faster_split(shape, device, ranks) else config
+    splits = can_split(shape.queries, ranks, nodes) and _is_faster_split(shape, device, ranks)
+    return replace(config, method="split") if splits else config
 
 
 def _is_faster_split(shape, device, ranks=1):
@@ -259,10 +262,10 @@ def fused_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfi
     if shape.is_wide and shape.cache_bytes == 2:
         # Fewer programs with 8 warps were slower with every tile size, except for one sequence of 64K keys.
         warps = 4
-        candidates: tuple[tuple[int, int], ...] = ((32, 3),) + (((16, 3),) if shape.paged else ((32, 2), (16, 2)))
+        candidates: tuple[tuple[int, int], ...] = ((32, 3), (16, 3)) if shape.paged else ((32, 3), (32, 2), (16, 2))
     elif shape.paged:
         # With 64 rows, blocks of 128 keys take 1.3 times as long (H200, 4 sequences of 40,000 keys, pages of 16).
-        candidates = ((128, 3),) * (shape.block_m < 64) + ((64, 3), (32, 3), (16, 3))
+        candidates = ((128, 3), (64, 3), (32, 3), (16, 3))[shape.block_m >= 64 :]
     elif shape.cache_bytes == 1:
         candidates = ((128, 3), (64, 4), (64, 3), (32, 3), (64, 2), (32, 2), (16, 2))
     else:
@@ -277,16 +280,15 @@ def fused_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfi
     return config
 
 
-def invariant_config(shape: DecodeShape, device: "torch.device", splits: bool) -> FlashDecodeConfig:
+def invariant_config(shape: DecodeShape, device: "torch.device", ranks: int, nodes: int) -> FlashDecodeConfig:
     """Return the config of the batch-invariant mode for a shape. It does not depend on the batch.
 
     The ranks, and calls with the same key of the tuner, need not agree on whether values are keys, so a cache of the
     sizes of a latent one counts as latent.
-
-    ``splits``: whether calls can run method "split".
     """
     config = fused_config(replace(shape, value_is_key=False), device)
-    if splits and _is_faster_split(replace(shape, value_is_key=shape.d > shape.dv), device):
+    latent = replace(shape, value_is_key=shape.d > shape.dv)
+    if can_split(shape.queries, ranks, nodes) and _is_faster_split(latent, device):
         config = replace(config, method="split")
     return replace(config, chunk_keys=max(_WIDE_CHUNK_KEYS if shape.is_wide else _CHUNK_KEYS, config.block_n))
 

@@ -69,7 +69,7 @@ def _parts_s(config, shape, programs, resident, problem, floors, hardware):
     blocks = shape.tiles * cdiv(keys, config.block_n)
     share = cdiv(blocks, programs)
     # Bytes in flight per SM: all stages of all resident programs except the block being computed.
-    of_program = max(config.blocks_in_flight(shape), 1) * config.block_n * shape.bytes_of_key
+    of_program = config.blocks_in_flight(shape) * config.block_n * shape.bytes_of_key
     asked = of_program * min(programs, resident) / num_sms
     memory = hardware.memory * min(1.0, asked / _IN_FLIGHT) * (1.0 if config.method == "split" else _FUSED_SHARE)
     read = floors.memory_bytes * share * programs / blocks  # programs with a smaller share count as full

@@ -188,7 +188,7 @@ def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @td.jit
-def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
+def num_blocks(length, skipped, BLOCK_N: tl.constexpr):
     """Return the number of blocks of keys of a tile after the ``skipped`` invisible ones, at least 1."""
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
@@ -269,7 +269,7 @@ def flash_decode_kernel(
 
     # An equal share of all units of work: blocks, or chunks of them. A tile without keys counts as one block, so that a
     # program sends it.
-    blocks = _num_blocks(
+    blocks = num_blocks(
         lengths, _first_blocks(lengths, after, window, TILE.queries, TILE.block_n, TILE.window), TILE.block_n
     )
     units = num_units(blocks, CHUNK)
@@ -292,7 +292,7 @@ def flash_decode_kernel(
         length = num_keys(lens_ptr, entry, True, capacity)
         other_keys = td.gather_lane(after, entries, entry) if KNOWS_OTHERS else 0
         skipped = _first_blocks(length, other_keys, window, TILE.queries, TILE.block_n, TILE.window)
-        tile_blocks = _num_blocks(length, skipped, TILE.block_n)
+        tile_blocks = num_blocks(length, skipped, TILE.block_n)
         tile_units = num_units(tile_blocks, CHUNK)
         stop = end_of_part(pos, first, end, tile_units, CHUNK)
         first_block, past_block = blocks_of_part(pos - first, stop - first, tile_blocks, CHUNK)

@@ -4,17 +4,17 @@ In the kernel of method "fused" one program merges the parts of a tile or, if th
 8 large parts and one the groups. So few programs read all parts, which takes long for a latent cache, where a part has
 512 columns in fp32. Here many programs merge a few rows each.
 
-A *tile* is one batch entry, one head of the cache and one block of query rows. The units of keys of all entries form
-one sequence of work, which is divided into ``shares`` equal shares. The tiles of an entry are computed over the same
-shares: program p computes share p // T of tile p % T, where T is the number of tiles of an entry. So programs that run
-at the same time read the same keys, which come from the L2 cache after the first read.
+A *tile* is one batch entry, one head of the cache and one block of query rows. The blocks of keys of all entries form
+one sequence of work (``kernel_work``), which is divided into ``shares`` equal shares. The tiles of an entry are
+computed over the same shares: program p computes share p // T of tile p % T, where T is the number of tiles of an
+entry. So programs that run at the same time read the same keys, which come from the L2 cache after the first read.
 
 A program stores every part of a tile. The part of tile t of entry e in share s has the number t * (B + shares) + e + s.
 These are distinct, because a program that stores several parts goes to the next entry.
 
-With CHUNK > 0 the sequence of work consists of chunks of units, like the chunks of blocks in ``kernel_work``. Each
-chunk of a tile is a part of its own, so the parts of an entry depend on its length alone. The number of chunk c is
-t * B * SLOTS + e * SLOTS + c, where SLOTS is the most chunks that an entry can have.
+With CHUNK > 0 the units of the sequence of work are chunks of blocks. Each chunk of a tile is a part of its own, so the
+parts of an entry depend on its length alone. The number of chunk c is t * B * SLOTS + e * SLOTS + c, where SLOTS is the
+most chunks that an entry can have.
 
 Progress (invariant 1). Programs of the first launch do not wait. Programs of the second launch send all of their rows
 before they wait for the same rows of the peers, and their tiles are in program order, as in ``kernel``.
@@ -23,7 +23,7 @@ before they wait for the same rows of the peers, and their tiles are in program 
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.attention.flash_decode.kernel import attend, cache_of, scales_of
+from tdkernels.ops.attention.flash_decode.kernel import attend, cache_of, num_blocks, scales_of
 from tdkernels.ops.attention.flash_decode.kernel_merge import merge_ranks, query_rows, store_parts
 from tdkernels.ops.attention.flash_decode.kernel_work import blocks_of_part, end_of_part, num_units
 from tdkernels.ops.attention.flash_decode.kv_cache import load_query, num_keys
@@ -34,17 +34,11 @@ _LSE_AT_ONCE = tl.constexpr(16)
 
 
 @td.jit
-def _num_blocks(lengths, UNIT: tl.constexpr):
-    """Return the number of units of UNIT keys of sequences, at least 1 each."""
-    return tl.maximum((lengths + UNIT - 1) // UNIT, 1)
-
-
-@td.jit
-def _units_of_entries(lens_ptr, B, capacity, UNIT: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr):
-    """Return (indices of entries [BP], their units, or chunks with CHUNK; 0 from index B on)."""
+def _units_of_entries(lens_ptr, B, capacity, BLOCK_N: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr):
+    """Return (indices of entries [BP], their units; 0 from index B on)."""
     entries = tl.arange(0, BP)
     lengths = num_keys(lens_ptr, entries, entries < B, capacity)
-    return entries, tl.where(entries < B, num_units(_num_blocks(lengths, UNIT), CHUNK), 0)
+    return entries, tl.where(entries < B, num_units(num_blocks(lengths, 0, BLOCK_N), CHUNK), 0)
 
 
 @td.jit
@@ -66,9 +60,9 @@ def flash_decode_parts_kernel(
 
     scratch_ptr: o of all parts, then their lse
     slots: most chunks of an entry, with CHUNK
-    CHUNK: minimum units per chunk, or 0
+    CHUNK: minimum blocks per chunk, or 0
     PDL: whether the second launch is a programmatic dependent launch
-    Other arguments as for ``flash_decode_kernel``; a unit is TILE.block_n keys.
+    Other arguments as for ``flash_decode_kernel``.
     """
     if PDL:
         td.launch_dependents()
@@ -95,7 +89,7 @@ def flash_decode_parts_kernel(
     parts = tl.cast(tiles_of_entry, tl.int64) * parts_of_tile
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
-        blocks = _num_blocks(length, TILE.block_n)
+        blocks = num_blocks(length, 0, TILE.block_n)
         tile_units = num_units(blocks, CHUNK)
         stop = end_of_part(pos, first, end, tile_units, CHUNK)
         first_block, past_block = blocks_of_part(pos - first, stop - first, blocks, CHUNK)
@@ -122,13 +116,14 @@ def flash_decode_parts_kernel(
 
 @td.jit
 def _parts_of_entry(
-    lens_ptr, entry, B, capacity, shares, slots, UNIT: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr
+    lens_ptr, entry, B, capacity, shares, slots, BLOCK_N: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Return (the number of the first part of an entry among those of a tile, the number of its parts)."""
     if CHUNK > 0:
-        return entry * slots, num_units(_num_blocks(num_keys(lens_ptr, entry, True, capacity), UNIT), CHUNK)
+        length = num_keys(lens_ptr, entry, True, capacity)
+        return entry * slots, num_units(num_blocks(length, 0, BLOCK_N), CHUNK)
     else:
-        entries, units = _units_of_entries(lens_ptr, B, capacity, UNIT, BP, CHUNK)
+        entries, units = _units_of_entries(lens_ptr, B, capacity, BLOCK_N, BP, CHUNK)
         units_per_share = (td.sum_of(units, 0) + shares - 1) // shares
         first = td.sum_of(tl.where(entries < entry, units, 0), 0)
         own = td.gather_lane(units, entries, entry)
@@ -184,7 +179,7 @@ def _store(outputs, o, lse, entry, head, row, columns, heads, TILE: tl.constexpr
 @td.jit(do_not_specialize=["B", "heads", "capacity", "shares", "slots", "plan"])
 def flash_decode_join_kernel(
     ctx, scratch_ptr, lens_ptr, o_ptr, lse_ptr, lse2_ptr, B, heads, capacity, shares, slots, plan,
-    RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, UNIT: tl.constexpr,
+    RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):
     """Merge the parts of this rank, send the results to the peers, and merge those of all ranks in rank order.
@@ -193,7 +188,8 @@ def flash_decode_join_kernel(
     which divides PART_ROWS. A program merges as many consecutive tiles as the others. With RANKS = 1, the
     second index of a program is that of a block of COLUMNS columns; otherwise a program merges all of them.
 
-    slots, CHUNK, PART_ROWS, UNIT: as in the first launch; a part has PART_ROWS query rows, a unit UNIT keys
+    slots, CHUNK: as in the first launch
+    PART_ROWS, BLOCK_N: query rows of a part, and keys of a block, of the first launch
     STEP: parts loaded at a time
     PDL: whether programs may start before the first launch has ended
     """
@@ -216,7 +212,7 @@ def flash_decode_join_kernel(
     for tile in range(begin, end):
         entry, which = tile // tiles_of_entry, tile % tiles_of_entry
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
-        first, count = _parts_of_entry(lens_ptr, entry, B, capacity, shares, slots, UNIT, BP, CHUNK)
+        first, count = _parts_of_entry(lens_ptr, entry, B, capacity, shares, slots, BLOCK_N, BP, CHUNK)
         if PDL:
             td.wait_for_prerequisites()
         of_tile = head * PART_BLOCKS + block_r * RP // PART_ROWS

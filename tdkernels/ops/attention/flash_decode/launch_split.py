@@ -49,16 +49,16 @@ class _Parts(NamedTuple):
     Attributes:
         latent: Whether ``latent_kernel`` computes the parts.
         rows: Query rows of a part.
-        unit: Keys of a unit of work.
-        shares: Number of equal shares of the units of all entries.
+        block_n: Keys of a block; those of two blocks of ``latent_kernel``.
+        shares: Number of equal shares of the blocks of all entries.
         tiles: Tiles of an entry.
-        chunk: Minimum units per chunk, or 0 without chunks.
+        chunk: Minimum blocks per chunk, or 0 without chunks.
         slots: Most chunks of an entry.
     """
 
     latent: bool
     rows: int
-    unit: int
+    block_n: int
     shares: int
     tiles: int
     chunk: int
@@ -114,15 +114,15 @@ def _overlaps(device):
 
 def _divide_work(shape, latent, capacity, config, device):
     """Return the _Parts of a call, with ``latent`` from ``_uses_latent_kernel``."""
-    rows, unit = (LATENT_ROWS, 2 * LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
+    rows, block_n = (LATENT_ROWS, 2 * LATENT_BLOCK) if latent else (shape.rows_of_tile, config.block_n)
     tiles = shape.heads * cdiv(shape.rows, rows)
     if latent:
         programs = config.num_programs or gpu.num_sms(device)
     else:
         programs = num_programs(config, shape, capacity, device)
-    chunk = max(config.chunk_keys // unit, 1) if config.chunk_keys else 0
-    slots = min(max(cdiv(capacity, chunk * unit), 1), MAX_CHUNKS.value) if chunk else 0
-    return _Parts(latent, rows, unit, max(programs // tiles, 1), tiles, chunk, slots)
+    chunk = max(config.chunk_keys // block_n, 1) if config.chunk_keys else 0
+    slots = min(max(cdiv(capacity, chunk * block_n), 1), MAX_CHUNKS.value) if chunk else 0
+    return _Parts(latent, rows, block_n, max(programs // tiles, 1), tiles, chunk, slots)
 
 
 class PairOfLaunches:
@@ -326,13 +326,14 @@ def _prepare_join(workspace, fields, operands, q, shape, parts, capacity, keep):
         ctx = workspace.ctx
         # (An estimate.) On CPU ranks few programs, because the interpreter is slow.
         grid = (min(joined.tiles, 4 if q.device.type == "cpu" else 4 * gpu.num_sms(q.device)),)
-    tile = launcher.tile_of(joined, joined.block_m, parts.unit, (1.0, None, None), q.dtype)
+    tile = launcher.tile_of(joined, joined.block_m, parts.block_n, (1.0, None, None), q.dtype)
     args = (
         ctx, scratch, kv_lens, *outputs, shape.batch, shape.heads, capacity, parts.shares, parts.slots, plan,
     )
     constants = {
-        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows, "UNIT": parts.unit,
-        "COLUMNS": columns, "STEP": step, "CHUNK": parts.chunk, "num_warps": max(min(rows * columns // 128, 4), 1),
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TILE": tile, "PART_ROWS": parts.rows,
+        "BLOCK_N": parts.block_n, "COLUMNS": columns, "STEP": step, "CHUNK": parts.chunk,
+        "num_warps": max(min(rows * columns // 128, 4), 1),
     }
     if _overlaps(q.device):
         constants |= {"PDL": True, "launch_pdl": True}

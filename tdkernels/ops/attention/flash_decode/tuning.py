@@ -121,8 +121,7 @@ class FlashDecodeTunable(ConfigTunable):
         return reason
 
     def default(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        shape = shape_of_problem(problem)
-        return default_config(shape, device, problem.world_size) if _can_split(problem) else fused_config(shape, device)
+        return default_config(shape_of_problem(problem), device, problem.world_size, problem.num_nodes)
 
     def recordable(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         return fused_config(shape_of_problem(problem), device)
@@ -131,7 +130,7 @@ class FlashDecodeTunable(ConfigTunable):
         return config.method == "fused"  # the kernels of "split" record nothing
 
     def invariant(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
-        return invariant_config(shape_of_problem(problem), device, _can_split(problem))
+        return invariant_config(shape_of_problem(problem), device, problem.world_size, problem.num_nodes)
 
     def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":

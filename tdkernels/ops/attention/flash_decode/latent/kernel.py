@@ -20,7 +20,7 @@ rescaled. Warps skip rescaling if all their factors are 1.
 ptxas executes all products one after another if an instruction changes an accumulator while a product of the same warp
 group is in flight. So outputs are rescaled only after a wait for all of them.
 
-The work is divided as in ``kernel_split``, in units of two blocks. This kernel does not communicate.
+The work is divided as in ``kernel_split``, into pairs of blocks. This kernel does not communicate.
 """
 
 from triton.experimental import gluon
@@ -74,7 +74,7 @@ from tdkernels.ops.attention.flash_decode.latent.weights import (
 
 @gluon.jit
 def _left_weights(
-    call, memory, bars, tile, scores, there, unit, turn, maximum, state, TQ: gl.constexpr, PAGE: gl.constexpr
+    call, memory, bars, tile, scores, there, pair, turn, maximum, state, TQ: gl.constexpr, PAGE: gl.constexpr
 ):
     """Compute and publish the weights of an even block. ``maximum`` is that of the output so far.
 
@@ -83,7 +83,7 @@ def _left_weights(
     _, length, limits = tile
     _, _, _, _, _, scale, _, _, _ = call
     own, total = state
-    scores = mask(scores, 2 * unit, length, limits, there, TQ, PAGE)
+    scores = mask(scores, 2 * pair, length, limits, there, TQ, PAGE)
     dtype: gl.constexpr = memory[5].dtype
     weights, added, factors, new = weights_of(scores, scale, gl.max(scores, 1) * scale, maximum, dtype)
     publish(memory, bars, turn, weights, factors, new, 0)
@@ -93,7 +93,7 @@ def _left_weights(
 
 @gluon.jit
 def _left_step(
-    call, memory, bars, tile, q_rotary, o, weights, factors, unit, turn, state,
+    call, memory, bars, tile, q_rotary, o, weights, factors, pair, turn, state,
     TQ: gl.constexpr, PAGE: gl.constexpr, LAST: gl.constexpr,
 ):
     """Add the values of a pair of blocks, and unless it is the LAST, compute the weights of the next even block."""
@@ -101,26 +101,26 @@ def _left_step(
     k_left = memory[2]
     even = (turn % PAIRS) * 2
     if LAST:
-        clear(k_left.index(even), 2 * unit, length, PAGE)
+        clear(k_left.index(even), 2 * pair, length, PAGE)
     o = rescale(o, factors)
     product = warpgroup_mma(as_operand(weights), k_left.index(even), o, is_async=True)
     if LAST:
         o = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(bars.index(FREE_A + even), count=1)
     else:
-        there = is_there(call, entry, 2 * unit + 2, length, PAGE)
+        there = is_there(call, entry, 2 * pair + 2, length, PAGE)
         scores = start_scores(memory, bars, q_rotary, turn + 1, 0)
         product = warpgroup_mma_wait(3, deps=[product])
         mbarrier.arrive(bars.index(FREE_A + even), count=1)
         scores, o = warpgroup_mma_wait(0, deps=[scores, product])
     theirs, their_factors, maximum = take(memory, bars, turn, 1)
     if LAST:
-        clear(k_left.index(even + 1), 2 * unit + 1, length, PAGE)
+        clear(k_left.index(even + 1), 2 * pair + 1, length, PAGE)
     o = rescale(o, their_factors)
     product = warpgroup_mma(theirs, k_left.index(even + 1), o, is_async=True)
     if not LAST:
         weights, factors, state = _left_weights(
-            call, memory, bars, tile, scores, there, unit + 1, turn + 1, maximum, state, TQ, PAGE
+            call, memory, bars, tile, scores, there, pair + 1, turn + 1, maximum, state, TQ, PAGE
         )
     o = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(bars.index(FREE_A + even + 1), count=1)
@@ -139,24 +139,24 @@ def left_partition(
     while pos < end:
         tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
         length = tile[1]
-        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
+        first_pair, past_pair, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         maximum = gl.full((ROWS,), float("-inf"), gl.float32, of_row)
         state = maximum, gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
-        there = is_there(call, entry, 2 * first_unit, length, PAGE)
+        there = is_there(call, entry, 2 * first_pair, length, PAGE)
         mbarrier.wait(bars.index(QUERY), part & 1)
         scores = warpgroup_mma_wait(0, deps=[start_scores(memory, bars, q_rotary, turn, 0)])
         weights, factors, state = _left_weights(
-            call, memory, bars, tile, scores, there, first_unit, turn, maximum, state, TQ, PAGE
+            call, memory, bars, tile, scores, there, first_pair, turn, maximum, state, TQ, PAGE
         )
-        for unit in range(first_unit, past_unit - 1):
+        for pair in range(first_pair, past_pair - 1):
             o, weights, factors, maximum, state = _left_step(
-                call, memory, bars, tile, q_rotary, o, weights, factors, unit, turn, state, TQ, PAGE, False
+                call, memory, bars, tile, q_rotary, o, weights, factors, pair, turn, state, TQ, PAGE, False
             )
             turn += 1
-        unit = past_unit - 1
+        pair = past_pair - 1
         o, weights, factors, maximum, state = _left_step(
-            call, memory, bars, tile, q_rotary, o, weights, factors, unit, turn, state, TQ, PAGE, True
+            call, memory, bars, tile, q_rotary, o, weights, factors, pair, turn, state, TQ, PAGE, True
         )
         turn += 1
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
@@ -175,7 +175,7 @@ def left_partition(
 
 @gluon.jit
 def _right_step(
-    call, memory, bars, tile, q_rotary, o, scores, there, unit, turn, state,
+    call, memory, bars, tile, q_rotary, o, scores, there, pair, turn, state,
     TQ: gl.constexpr, PAGE: gl.constexpr, LAST: gl.constexpr,
 ):
     """Compute the weights of an odd block, add the values of the pair, and compute the next scores unless it is LAST.
@@ -187,11 +187,11 @@ def _right_step(
     k_right = memory[3]
     own, total = state
     even = (turn % PAIRS) * 2
-    scores = mask(scores, 2 * unit + 1, length, limits, there, TQ, PAGE)
+    scores = mask(scores, 2 * pair + 1, length, limits, there, TQ, PAGE)
     top = gl.max(scores, 1) * scale
     theirs, their_factors, maximum = take(memory, bars, turn, 0)
     if LAST:
-        clear(k_right.index(even), 2 * unit, length, PAGE)
+        clear(k_right.index(even), 2 * pair, length, PAGE)
     o = rescale(o, their_factors)
     product = warpgroup_mma(theirs, k_right.index(even), o, is_async=True)
     dtype: gl.constexpr = memory[5].dtype
@@ -201,14 +201,14 @@ def _right_step(
     o = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(bars.index(FREE_B + even), count=1)
     if LAST:
-        clear(k_right.index(even + 1), 2 * unit + 1, length, PAGE)
+        clear(k_right.index(even + 1), 2 * pair + 1, length, PAGE)
     o = rescale(o, factors)
     product = warpgroup_mma(as_operand(weights), k_right.index(even + 1), o, is_async=True)
     if LAST:
         o = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(bars.index(FREE_B + even + 1), count=1)
     else:
-        there = is_there(call, entry, 2 * unit + 3, length, PAGE)
+        there = is_there(call, entry, 2 * pair + 3, length, PAGE)
         scores = start_scores(memory, bars, q_rotary, turn + 1, 1)
         product = warpgroup_mma_wait(3, deps=[product])
         mbarrier.arrive(bars.index(FREE_B + even + 1), count=1)
@@ -228,20 +228,20 @@ def right_partition(
     while pos < end:
         tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
         length = tile[1]
-        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
+        first_pair, past_pair, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         state = gl.full((ROWS,), float("-inf"), gl.float32, of_row), gl.zeros((ROWS,), gl.float32, of_row)
         o = gl.zeros((ROWS, HALF), gl.float32, output_layout())
-        there = is_there(call, entry, 2 * first_unit + 1, length, PAGE)
+        there = is_there(call, entry, 2 * first_pair + 1, length, PAGE)
         mbarrier.wait(bars.index(QUERY), part & 1)
         scores = warpgroup_mma_wait(0, deps=[start_scores(memory, bars, q_rotary, turn, 1)])
-        for unit in range(first_unit, past_unit - 1):
+        for pair in range(first_pair, past_pair - 1):
             o, scores, there, state = _right_step(
-                call, memory, bars, tile, q_rotary, o, scores, there, unit, turn, state, TQ, PAGE, False
+                call, memory, bars, tile, q_rotary, o, scores, there, pair, turn, state, TQ, PAGE, False
             )
             turn += 1
-        unit = past_unit - 1
+        pair = past_pair - 1
         o, scores, there, state = _right_step(
-            call, memory, bars, tile, q_rotary, o, scores, there, unit, turn, state, TQ, PAGE, True
+            call, memory, bars, tile, q_rotary, o, scores, there, pair, turn, state, TQ, PAGE, True
         )
         turn += 1
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)

@@ -7,7 +7,7 @@ from tdkernels.ops.attention.flash_decode.config import LATENT_BLOCK, LATENT_DV,
 
 ROWS, BLOCK, BUFFERS = gl.constexpr(LATENT_ROWS), gl.constexpr(LATENT_BLOCK), gl.constexpr(4)
 LATENT, ROTARY, HALF = gl.constexpr(LATENT_DV), gl.constexpr(64), gl.constexpr(256)
-UNIT = gl.constexpr(2 * LATENT_BLOCK)  # keys of a pair of blocks
+PAIR = gl.constexpr(2 * LATENT_BLOCK)  # keys of a pair of blocks
 PAIRS = gl.constexpr(2)  # of buffers
 CONSUMER_REGISTERS = gl.constexpr(240)  # per thread of a warp group; the loading warps keep the rest
 LAZY = gl.constexpr(8.0)  # log2 of the largest weight: maxima change only beyond it

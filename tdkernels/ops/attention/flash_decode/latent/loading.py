@@ -1,13 +1,13 @@
 """The partition of ``latent_kernel`` that loads queries and keys with TMA, and the sequence of work.
 
-The work is divided as in ``kernel_split``, in units of two blocks.
+The work is divided as in ``kernel_split``, into pairs of blocks.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tdkernels.ops.attention.flash_decode.kernel_work import MAX_CHUNKS
+from tdkernels.ops.attention.flash_decode.kernel_work import blocks_of_part, end_of_part, num_units
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     FREE_A,
@@ -16,12 +16,12 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     KEYS_A,
     KEYS_B,
     LATENT,
+    PAIR,
     PAIRS,
     QUERY,
     QUERY_FREE,
     ROTARY,
     ROWS,
-    UNIT,
 )
 
 # Tuples that all partitions use:
@@ -29,9 +29,9 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
 #     call      q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity,
 #               (shares, slots)
 #     memory    queries left and right, keys left, right and rotary, weights of both warp groups, vectors
-#     work      entry, block of query rows, first position of the entry, first position and end of the program, share
+#     work      entry, block of query rows, first unit of the entry, first unit and end of the program, share
 #
-# Positions are those of units, or of chunks of at least CHUNK units if CHUNK > 0.
+# Units are those of ``kernel_work``: pairs of blocks, or chunks of at least CHUNK pairs if CHUNK > 0.
 
 # ---- the sequence of work ----
 
@@ -44,9 +44,9 @@ def length_of(lens_ptr, entry, capacity):
 
 
 @gluon.jit
-def num_units(length):
-    """Return the number of units of a sequence, at least 1."""
-    return gl.maximum((length + UNIT - 1) // UNIT, 1)
+def num_pairs(length):
+    """Return the number of pairs of blocks of a sequence, at least 1."""
+    return gl.maximum((length + PAIR - 1) // PAIR, 1)
 
 
 @gluon.jit
@@ -55,47 +55,29 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _units_of_chunk(units, CHUNK: gl.constexpr):
-    """Return the number of units per chunk of a sequence, as in ``kernel_work``."""
-    return gl.maximum((units + MAX_CHUNKS - 1) // MAX_CHUNKS, CHUNK)
-
-
-@gluon.jit
-def _positions(length, CHUNK: gl.constexpr):
-    """Return the number of positions of a sequence: units, or chunks with CHUNK."""
-    units = num_units(length)
-    if CHUNK > 0:
-        of_chunk = _units_of_chunk(units, CHUNK)
-        return (units + of_chunk - 1) // of_chunk
-    else:
-        return units
-
-
-@gluon.jit
 def part_at(call, work, first, pos, entry, length, CHUNK: gl.constexpr):
-    """Return (first unit, end of the units, position after the part, whether it ends the entry, number of the part)."""
+    """Return (first pair of blocks, end of the pairs, unit after the part, whether it ends the entry, its number)."""
     _, _, _, _, _, _, B, _, division = call
     shares, slots = division
     _, block_r, _, _, end, share = work
-    units = num_units(length)
-    after = first + _positions(length, CHUNK)
+    pairs = num_pairs(length)
+    units = num_units(pairs, CHUNK)
+    stop = end_of_part(pos, first, end, units, CHUNK)
+    begin, past = blocks_of_part(pos - first, stop - first, pairs, CHUNK)
     if CHUNK > 0:
-        of_chunk = _units_of_chunk(units, CHUNK)
-        begin = (pos - first) * of_chunk
         number = (block_r * B + entry) * slots + pos - first
-        return begin, gl.minimum(begin + of_chunk, units), pos + 1, pos + 1 == after, number
     else:
-        stop = gl.minimum(after, end)
-        return pos - first, stop - first, stop, stop == after, block_r * (B + shares) + entry + share
+        number = block_r * (B + shares) + entry + share
+    return begin, past, stop, stop == first + units, number
 
 
 @gluon.jit
 def first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP: gl.constexpr, CHUNK: gl.constexpr):
-    """Return (entry, row block, first position of the entry, begin and end of the positions, share) of this program."""
+    """Return (entry, row block, first unit of the entry, begin and end of the units, share) of this program."""
     entries = gl.arange(0, BP, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lengths = gl.load(lens_ptr + entries, mask=entries < B, other=0)
     lengths = gl.minimum(gl.maximum(lengths, 0), capacity).to(gl.int32)
-    ends = gl.associative_scan(gl.where(entries < B, _positions(lengths, CHUNK), 0), 0, _plus)
+    ends = gl.associative_scan(gl.where(entries < B, num_units(num_pairs(lengths), CHUNK), 0), 0, _plus)
     work = gl.max(ends, 0)
     units_per_share = (work + shares - 1) // shares
     share = gl.program_id(0) // tiles_of_entry
@@ -191,18 +173,18 @@ def load_partition(
     part = 0  # parts so far
     while pos < end:
         length = length_of(lens_ptr, entry, capacity)
-        first_unit, past_unit, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
+        begin, past, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         row = entry * (TQ * GROUP) + block_r * ROWS
         mbarrier.wait(bars.index(QUERY_FREE), (part & 1) ^ 1)
         mbarrier.expect(bars.index(QUERY), ROWS * LATENT * 2)
         tma.async_copy_global_to_shared(keys[2], [row, 0], bars.index(QUERY), q_left)
         tma.async_copy_global_to_shared(keys[2], [row, HALF], bars.index(QUERY), q_right)
-        for unit in range(first_unit, past_unit):
+        for pair in range(begin, past):
             phase = ((turn // PAIRS) & 1) ^ 1
             even = (turn % PAIRS) * 2
             odd = even + 1
-            place = _place(call, entry, unit * UNIT, length, PAGE)
-            place_odd = _place(call, entry, unit * UNIT + BLOCK, length, PAGE)
+            place = _place(call, entry, pair * PAIR, length, PAGE)
+            place_odd = _place(call, entry, pair * PAIR + BLOCK, length, PAGE)
             # In the order in which the warp groups free the pieces.
             mbarrier.wait(bars.index(FREE_A + even), phase)
             _load_a(keys, place, bars.index(KEYS_A + even), k_left.index(even), k_rotary.index(even))
