@@ -23,7 +23,7 @@ import tdkernels
 from bench.core import graphs, harness
 from bench.core.rank_program import measure_on_ranks
 from bench.reliability import invariance_cases
-from bench.reliability.invariance_cases import DEFAULT, INVARIANT, OPERATORS
+from bench.reliability.invariance_cases import DEFAULT, INVARIANT, OPERATORS, RANKS
 from tdkernels.launch import pick_device, rank_device
 
 FILE = "invariance"
@@ -75,8 +75,9 @@ def _references(call, sets):
 def _configs(case, s):
     """Return {method: config as a dictionary}, without operators that have no config."""
     found = {}
-    for name, enabled in ((DEFAULT, False), (INVARIANT, True)):
-        with tdkernels.batch_invariant(enabled):
+    modes = {DEFAULT: (False,), INVARIANT: (True,)} | ({RANKS: (True, case.max_ranks)} if case.max_ranks else {})
+    for name, mode in modes.items():
+        with tdkernels.batch_invariant(*mode):
             config = case.config(s)
         if config is not None:
             found[name] = dataclasses.asdict(config)
@@ -94,7 +95,8 @@ def rows(case, found):
     for method, graph, times in found:
         ms = times.get("ms")
         table.append({
-            **fields, "method": method, "graph": graph, "absent": times.get("absent"), "ms": ms,
+            **fields, "method": method, "max_ranks": case.max_ranks if method == RANKS else None,
+            "graph": graph, "absent": times.get("absent"), "ms": ms,
             "us": ms * 1e3 if ms else None, "host_ms": times.get("host_ms"),
             "ratio": ms / base[graph] if ms and base.get(graph) else None, "config": times.get("config"),
         })

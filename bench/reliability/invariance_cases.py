@@ -1,7 +1,7 @@
 """Calls whose time is measured inside and outside the batch-invariant mode. Inputs are those of other benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tdkernels
 from bench.attention import ag_attention, flash_decode, latent_methods
@@ -12,11 +12,14 @@ from bench.dense.shapes import Shape, select
 from bench.experts import grouped_gemm
 
 DEFAULT, INVARIANT, BASELINE = "default", "invariant", "torch"
+RANKS = "invariant to ranks"  # the mode with ``max_ranks``
+MAX_RANKS = 8  # of RANKS
 DECODE, PREFILL = 16, 4096  # rows of the dense cases
 _DENSE = ("ag_gemm", "gemm_rs", "gemm_ar")
 _LAYERS = {"ag_gemm": "llama-70b gate-up", "gemm_rs": "llama-70b down", "gemm_ar": "llama-70b o"}
 # (rows, hidden)
 _COLLECTIVES = {"all_reduce": ((16, 8192), (1024, 8192)), "all_reduce_rms_norm": ((16, 8192), (512, 8192))}
+_SUMS = "gemm_rs", "gemm_ar", "column_linear", *_COLLECTIVES  # operators with the method RANKS
 _SHARDING = "zigzag"
 
 
@@ -28,12 +31,14 @@ class Case:
     problem:    the case of another benchmark, which makes the operands; for latent caches its shape
     shape:      the sizes as text
     name:       layer of a model, or kind of cache
+    max_ranks:  of the method RANKS; None: the case has no such method
     """
 
     operator: str
     problem: object
     shape: str
     name: str = ""
+    max_ranks: int | None = None
 
     def __str__(self):
         return f"{self.operator} {self.shape} {self.name}".strip()
@@ -50,6 +55,10 @@ class Case:
     def methods(self):
         """Return {method: call on inputs}; dense operators have the unfused baseline, NCCL and torch's GEMM."""
         calls = {DEFAULT: _with_mode(self.call, False), INVARIANT: _with_mode(self.call, True)}
+        if self.max_ranks is not None:
+            # On one rank ``gemm_ar`` is the product of ``column_linear``, but with the reduction tree over K.
+            call = _summed_by_tree if self.operator == "column_linear" else self.call
+            calls[RANKS] = _with_mode(call, True, self.max_ranks)
         return calls | ({BASELINE: self.problem.direction.sequence} if self.operator in _DENSE else {})
 
     def nbytes(self, s):
@@ -79,14 +88,18 @@ class _Call:
     explained: dict | None
 
 
-def _with_mode(call, enabled):
+def _with_mode(call, enabled, max_ranks=None):
     """Return ``call`` with the mode on or off. Both set the mode, so that eager times differ by the call alone."""
 
     def with_mode(s):
-        with tdkernels.batch_invariant(enabled):
+        with tdkernels.batch_invariant(enabled, max_ranks):
             return call(s)
 
     return with_mode
+
+
+def _summed_by_tree(s):
+    return tdkernels.gemm_ar(s.x, s.weight)
 
 
 def _matmul(operator):
@@ -122,12 +135,14 @@ def cases(ranks):
         _latent(latent_methods.Shape(8, 128, 8192)),
     ]
     if ranks == 1:
-        return [_linear(Shape(m, 8192, 8192, "llama-70b o")) for m in (DECODE, PREFILL)] + local
-    return [
-        *(_dense(name, shape, ranks) for name in _DENSE for shape in _layer(name)),
-        *(_reduced(name, *sizes, ranks) for name, shapes in _COLLECTIVES.items() for sizes in shapes),
-        *local, _sharded(AttentionShape(8192, 32, 8, 128), ranks),
-    ]
+        found = [_linear(Shape(m, 8192, 8192, "llama-70b o")) for m in (DECODE, PREFILL)] + local
+    else:
+        found = [
+            *(_dense(name, shape, ranks) for name in _DENSE for shape in _layer(name)),
+            *(_reduced(name, *sizes, ranks) for name, shapes in _COLLECTIVES.items() for sizes in shapes),
+            *local, _sharded(AttentionShape(8192, 32, 8, 128), ranks),
+        ]
+    return _with_max_ranks(found, ranks, MAX_RANKS)
 
 
 def rehearsal(ranks):
@@ -137,10 +152,19 @@ def rehearsal(ranks):
         _latent(latent_methods.Shape(1, 16, 24, dim=72, dim_v=64)),
     ]
     if ranks == 1:
-        return [_linear(Shape(5, 32, 64)), *local]
-    dense_cases = [_dense(name, Shape(4 * ranks, 16 * ranks, 32 * ranks), ranks) for name in _DENSE]
-    reduced = [_reduced(name, 4, 64, ranks) for name in _COLLECTIVES]
-    return [*dense_cases, *reduced, *local, _sharded(AttentionShape(16 * ranks, 4, 2, 16), ranks)]
+        found = [_linear(Shape(5, 32, 128)), *local]
+    else:
+        dense_cases = [_dense(name, Shape(4 * ranks, 16 * ranks, 64 * ranks), ranks) for name in _DENSE]
+        reduced = [_reduced(name, 4, 64, ranks) for name in _COLLECTIVES]
+        found = [*dense_cases, *reduced, *local, _sharded(AttentionShape(16 * ranks, 4, 2, 16), ranks)]
+    return _with_max_ranks(found, ranks, max(ranks, 2))
+
+
+def _with_max_ranks(found, ranks, max_ranks):
+    """Return the cases with ``max_ranks`` for operators that add parts of ranks, if the mode supports the ranks."""
+    if ranks > MAX_RANKS or ranks & (ranks - 1):
+        return found
+    return [replace(case, max_ranks=max_ranks) if case.operator in _SUMS else case for case in found]
 
 
 def _layer(operator):

@@ -1,6 +1,6 @@
 """Page of the report: the cost of the batch-invariant mode."""
 
-from bench.reliability.invariance_cases import BASELINE, DEFAULT, INVARIANT, OPERATORS
+from bench.reliability.invariance_cases import BASELINE, DEFAULT, INVARIANT, OPERATORS, RANKS
 from bench.report import tables
 from bench.report.cells import us
 
@@ -10,6 +10,8 @@ Microseconds of calls outside and inside the [batch-invariant mode](../../docs/g
 
 - **default**: the call outside the mode, with its tuned or heuristic config. **invariant**: the same call in the mode.
 - **ratio**: invariant / default, so 2.00 means that the mode doubles the time.
+- **max_ranks=8**: the same call in the mode with `max_ranks=8`, for operators that add parts of ranks. On one rank it
+  is the product of `gemm_ar`.
 - **unfused**: NCCL and torch's GEMM, for the dense operators only.
 - **shape**: M x N x K of the full GEMM; rows x hidden of x on each rank; rows x N x K x experts of `group_gemm`;
   sequences x heads x kv heads x head size x keys per rank of `flash_decode`; tokens x heads x kv heads x head size of
@@ -36,12 +38,15 @@ def _table(place, runs):
     gpu, ranks, graph = place
     title = f"{'In CUDA graphs' if graph else 'Eager'}, {ranks} x {gpu}"
     columns = {"default": DEFAULT, "invariant": INVARIANT}
+    most = {run[RANKS].get("max_ranks") for run in runs.values() if tables.ms(run, RANKS)}  # rows before it have none
+    by_ranks = {f"max_ranks={', '.join(map(str, sorted(most)))}": RANKS} if most else {}
     unfused = {"unfused": BASELINE} if any(tables.ms(run, BASELINE) for run in runs.values()) else {}
-    lines = [["operator", "shape", "", *columns, "ratio", *unfused]]
+    lines = [["operator", "shape", "", *columns, "ratio", *by_ranks, *unfused]]
     lines.append(["---"] * 3 + ["---:"] * (len(lines[0]) - 3))
     for problem in sorted(runs, key=lambda problem: problem[0]):  # cases of an operator stay in their order
         (_, operator, shape, name), run = problem, runs[problem]
-        times, others = ([us(tables.ms(run, method)) for method in group.values()] for group in (columns, unfused))
+        others = {**by_ranks, **unfused}
+        times, others = ([us(tables.ms(run, method)) for method in group.values()] for group in (columns, others))
         lines.append([f"`{operator}`", shape, name, *times, _ratio(run), *others])
     return tables.captioned(title, runs, "triton", lines)
 

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad, profiler
 from tdkernels.runtime import recorder
 from tdkernels.runtime.autograd import DEVICES
 from tdkernels.symm.group import caches_of
-from tdkernels.symm.shared_settings import is_batch_invariant
+from tdkernels.symm.shared_settings import batch_invariance
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -155,4 +155,4 @@ def _key(operator, version, tensors, settings):
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
     # The types, too: 4 and 4.0 are equal but different arguments.
-    return operator, version, settings, *map(type, settings), precision, is_batch_invariant(), *layouts
+    return operator, version, settings, *map(type, settings), precision, batch_invariance(), *layouts

@@ -16,7 +16,7 @@ from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
 from tdkernels.runtime import recorder
 from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch
-from tdkernels.symm.shared_settings import is_batch_invariant
+from tdkernels.symm.shared_settings import batch_invariance
 
 if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
@@ -83,7 +83,7 @@ def launch_cached(
     if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
         return _prepared(operands, prepare)(operands)
-    launch = workspace.launches[(*key, is_batch_invariant(), *signature(operands))]
+    launch = workspace.launches[(*key, batch_invariance(), *signature(operands))]
     if launch is None:
         launch, operands = bind(workspace, key, operands, prepare, ready, signature)
     return launch(operands)
@@ -103,7 +103,7 @@ def bind(
     """
     if ready is not None:
         operands = ready(*operands)
-    whole_key = *key, is_batch_invariant(), *signature(operands)
+    whole_key = *key, batch_invariance(), *signature(operands)
     launch = workspace.launches[whole_key]
     if launch is None:
         launch = _prepared(operands, prepare)

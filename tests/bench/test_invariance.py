@@ -63,11 +63,14 @@ def test_methods_set_the_mode():
 
 @pytest.mark.parametrize("operator", ["gemm_rs", "all_reduce_rms_norm", "column_linear"])
 def test_methods_are_checked_and_timed(operator, tmp_path):
-    case = small(operator, 1 if operator == "column_linear" else 2)
-    table = invariance.rows(case, on_ranks(2, invariance.measure, case, 1)[0])
+    ranks = 1 if operator == "column_linear" else 2
+    case = small(operator, ranks)
+    table = invariance.rows(case, on_ranks(ranks, invariance.measure, case, 1)[0])
     by_name = {row["method"]: row for row in table}
     baseline = {"torch"} if operator == "gemm_rs" else set()
-    assert {*by_name} == {"default", "invariant"} | baseline and all(row["us"] > 0 for row in table)
+    assert {*by_name} == {"default", "invariant", "invariant to ranks"} | baseline
+    assert all(row["us"] > 0 for row in table)
+    assert {name: row["max_ranks"] for name, row in by_name.items() if row["max_ranks"]} == {"invariant to ranks": 2}
     assert by_name["default"]["ratio"] == 1.0
     assert by_name["invariant"]["ratio"] == by_name["invariant"]["us"] / by_name["default"]["us"]
     if operator == "gemm_rs":
@@ -173,6 +176,7 @@ def test_rows_have_a_page():
     rows = run(6, default=0.01, invariant=0.008) + run(0, date="2025-12-31", default=9.0, invariant=1.0)
     rows += run(0, default=0.02, invariant=0.05, torch=0.03) + run(0, graph=False, default=0.1, invariant=0.2)
     rows += run(0, ranks=1, default=0.1, invariant=0.3)
+    rows += run(2, graph=False, default=0.1, invariant=0.2, **{"invariant to ranks": 0.25})
     text = invariance_report.text(rows)
     one, in_graphs = text.split("### In CUDA graphs, 2 x NVIDIA Testing")
     in_graphs, eager = in_graphs.split("### Eager, 2 x NVIDIA Testing")
@@ -182,7 +186,10 @@ def test_rows_have_a_page():
     dense = "| `ag_gemm` | 16x57344x8192 | llama-70b gate-up | 20.0 | 50.0 | 2.50 | 30.0 |"
     reduced = "| `all_reduce` | 16x8192 |  | 10.0 | 8.0 | 0.80 | – |"
     assert f"{dense}\n{reduced}" in in_graphs, "the newest run; dense operators come first"
-    assert "| `ag_gemm` | 16x57344x8192 | llama-70b gate-up | 100.0 | 200.0 | 2.00 |" in eager
+    assert "| operator | shape |  | default | invariant | ratio | max_ranks=8 |" in eager
+    assert "max_ranks=8 |" not in in_graphs, "rows without the method"
+    assert "| `ag_gemm` | 16x57344x8192 | llama-70b gate-up | 100.0 | 200.0 | 2.00 | – |" in eager
+    assert "| `gemm_rs` | 16x8192x28672 | llama-70b down | 100.0 | 200.0 | 2.00 | 250.0 |" in eager
     assert "2026-01-01, revision 0123456; torch 2.99, triton 3.99." in in_graphs
     pages = report.pages(all_rows.Rows(invariance=rows))
     assert text.partition("\n")[2].strip() in pages["tables/invariance.md"]

@@ -15,10 +15,11 @@ COLLECTIVES = {
 }
 
 
-def compile_collective(operator, exchange, arch, dtype, *, block_bytes=8192, num_warps=8, nbytes=1 << 20):
+def compile_collective(operator, exchange, arch, dtype, *, block_bytes=8192, num_warps=8, nbytes=1 << 20, ranks=0):
+    """Compile the kernel of an operator. ``ranks`` is only used in the batch-invariant mode with ``max_ranks``."""
     config = CollectiveConfig(exchange=exchange, block_bytes=block_bytes, num_warps=num_warps)
     x = torch.empty(64, dtype=dtype)
-    args, kwargs = collective_launch.arguments(operator, pointer(torch.int64), x, x, nbytes, PLAN, config)
+    args, kwargs = collective_launch.arguments(operator, pointer(torch.int64), x, x, nbytes, PLAN, config, ranks)
     compiled = compile_for(COLLECTIVES[operator, exchange], list(args), kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled

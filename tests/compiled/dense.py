@@ -50,11 +50,11 @@ def _out(dtype, layout):
 
 def compile_gemm(
     kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, weights=1, layout=None,
-    tiles=None, **constants
+    tiles=None, leaves=0, **constants
 ):
     """Compile a GEMM kernel with the arguments of its launcher, by default for a large shape and with its tiles.
 
-    ``layout``: of scaled operands (``scaling.layout_of``).
+    ``layout``: of scaled operands (``scaling.layout_of``). ``leaves``: of the reduction tree, see ``Product``.
     """
     rows, n, k = shape
     given, tiles = tiles, tiles or tiles_for(arch, dtype)
@@ -112,7 +112,7 @@ def compile_gemm(
     copying = kernel in (*COPYING_KERNELS, *MULTINODE_KERNELS)
     kwargs = {
         **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.options(),
-        "PRODUCT": _product(tiles, dtype, aligned(n, k, stride), bias, tma, w_is_kn, layout),
+        "PRODUCT": _product(tiles, dtype, aligned(n, k, stride), bias, tma, w_is_kn, layout)._replace(leaves=leaves),
     }
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]

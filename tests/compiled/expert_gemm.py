@@ -53,6 +53,16 @@ def compile_grouped(name, arch, dtype, activation=None, **options):
     return compiled
 
 
+def compile_grouped_tree(arch, dtype, leaves, tiles):
+    """Compile group_gemm of one expert whose sum over K is a tree with this number of leaves."""
+    with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        x, weight = torch.zeros(256, 1024, dtype=dtype), torch.zeros(256, 1024, dtype=dtype)
+        grouped_gemm_launch.linear_by_tree(x, weight, leaves, GroupGemmConfig(tiles=tiles), dtype)
+    (compiled,) = compile_launches(launches, arch)
+    return compiled
+
+
 def scaled_launch(arch, dtype, kind, activation, fast=False, sizes=(256, 512, 512), tiles=None, w_dtype=None):
     """Return (kernel, args, kwargs) of group_gemm for operands in ``dtype`` with scales, "row" or "block".
 

@@ -6,14 +6,20 @@ import torch
 import tdkernels
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
+from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.runtime import gpu
+from tests.compiled.all_reduce_norm import norm_launch
+from tests.compiled.collectives import compile_collective
 from tests.compiled.dense import compile_gemm
-from tests.compiled.expert_gemm import tp_moe_launches
+from tests.compiled.expert_gemm import compile_grouped_tree, tp_moe_launches
+from tests.compiled.gemm_ar_norm import compile_gemm_ar_norm
 from tests.compiled.targets import BF16, compile_launches, needs_no_gpu, tiles_for
-from tests.support.aot import SHARED_MEMORY
+from tests.support.aot import SHARED_MEMORY, assemble
+from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 KERNELS = {"ag_gemm": ag_gemm_kernel, "gemm_ar": gemm_ar_kernel, "gemm_rs": gemm_rs_direct_kernel}
@@ -32,6 +38,37 @@ def test_gemms_of_the_mode_compile(operator, arch, monkeypatch):
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     if arch == "sm_90":
         assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+def compile_tree(operator, arch, leaves):
+    """Compile a kernel with the reduction tree of ``max_ranks=8``, for a rank that computes this number of leaves."""
+    ranks = 8 // leaves
+    large = Tiles(128, 128, 64, num_warps=8, num_stages=5 if arch == "sm_90" else 4)  # of the mode
+    if operator in KERNELS:
+        kernel = gemm_ar_direct_kernel if operator == "gemm_ar" else KERNELS[operator]
+        return compile_gemm(kernel, arch, BF16, tiles=large, leaves=leaves)
+    if operator == "group_gemm":
+        return compile_grouped_tree(arch, BF16, leaves, large)
+    with tdkernels.batch_invariant(max_ranks=8):
+        if operator == "gemm_ar_rms_norm":
+            return compile_gemm_ar_norm(arch, BF16, 8192, rows=64, k=1024 * leaves, ranks=ranks)
+        if operator == "all_reduce_rms_norm":
+            return compile_launches([norm_launch(arch, BF16, 8192, "two_shot", ranks=ranks)], arch)[0]
+        return compile_collective(operator, "one_shot", arch, BF16, ranks=ranks)
+
+
+@pytest.mark.parametrize("operator, leaves", [
+    ("gemm_rs", 2), ("group_gemm", 8), ("gemm_ar_rms_norm", 2), ("all_reduce_rms_norm", 2), ("all_reduce", 1),
+    pytest.param("gemm_rs", 8, marks=thorough), pytest.param("gemm_ar", 4, marks=thorough),
+    pytest.param("gemm_ar", 8, marks=thorough), pytest.param("gemm_ar_rms_norm", 8, marks=thorough),
+])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_trees_compile(operator, leaves, arch):
+    compiled = compile_tree(operator, arch, leaves)
+    if arch == "sm_90" and "gemm" in operator:
+        assert compiled.asm["ptx"].count("wgmma.mma_async") >= leaves, "each leaf has a main loop"
+    if arch == "sm_90" and leaves == 8:
+        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(compiled.asm["ptx"])[0]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])

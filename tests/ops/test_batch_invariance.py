@@ -61,7 +61,7 @@ def test_environment_variable(monkeypatch):
         assert shared_settings.is_batch_invariant() is not expected
     monkeypatch.setenv("TDKERNELS_BATCH_INVARIANT", "yes")
     tdkernels.set_batch_invariant(None)
-    with pytest.raises(ValueError, match="TDKERNELS_BATCH_INVARIANT must be 0 or 1, not 'yes'"):
+    with pytest.raises(ValueError, match="TDKERNELS_BATCH_INVARIANT must be 0, 1, 2, 4 or 8, not 'yes'"):
         shared_settings.is_batch_invariant()
     tdkernels.set_batch_invariant(False)
     assert not shared_settings.is_batch_invariant()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+import tdkernels
 from tests.ops.attention.ag_attention import cases as attention
 from tests.ops.attention.ag_attention.oracle import enlarge as of_shards
 from tests.ops.attention.flash_decode import cases as decoding
@@ -57,6 +58,12 @@ def scaled(operator, scaling, changes):
     dense_scaled.computes(operator, [SCALED_SHAPE], (scaling, scaling), **changes)
 
 
+def _by_tree(operator):
+    """Call a dense operator on two ranks, each of which adds two leaves of the reduction tree over K."""
+    with tdkernels.batch_invariant(max_ranks=4):
+        dense.computes(operator, FP32, [(20, 9, 128)], exact=True)
+
+
 def _name(operator, changes):
     return " ".join([operator, *(str(value) for value in (changes or {}).values())])
 
@@ -91,6 +98,7 @@ class Variant:
 
 ONE_NODE = {
     **{_name(op, changes): Variant(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
+    **{f"{op} tree": Variant(op, 2, _by_tree, (op,)) for op in ("gemm_rs", "gemm_ar")},
     "ag_gemm of two weights": Variant(
         "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
     ),

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.context import MAX_RANKS
+from tdkernels.ops.common.rank_reduce import reduce_in_tree
 
 
 @td.jit
@@ -170,10 +171,16 @@ def _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE: tl.constex
 
 @td.jit
 def _sum_of_ranks(
-    me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+    me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TREE: tl.constexpr
 ):
-    """Return the sum in fp32 and in rank order, as DTYPE; own part at x, part of rank r at parts + r * part_bytes."""
+    """Return the sum in fp32, as DTYPE; own part at x, part of rank r at parts + r * part_bytes.
+
+    It is in rank order, or if TREE, the number of ranks, is not 0, by ``reduce_in_tree``.
+    """
     own = tl.load(td.pointer_to(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
+    if TREE:
+        total = reduce_in_tree(parts, part_bytes, offs, mask, td.to_float32(own), me, 0, TREE, DTYPE)
+        return td.from_float32(total, DTYPE)
     total = tl.full(own.shape, 0.0, tl.float32)
     for source in range(0, ranks, 4):
         part0 = _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE)
@@ -194,6 +201,7 @@ def _sum_of_ranks(
 def _sum_blocks(
     ctx, me, ranks, x, parts, part_bytes, sums, z, left, sent, blocks,
     SEND: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """Store the sums of blocks in z; own part at address x, part of rank r at ``parts + r * part_bytes``.
 
@@ -204,7 +212,7 @@ def _sum_blocks(
         start = tl.cast(b, tl.int64) * BLOCK
         at = start * ITEM_BYTES
         mask = offs < left - start
-        total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
+        total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED, TREE)
         if SEND:
             for step in range(1, ranks):
                 dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
@@ -265,6 +273,7 @@ def all_gather_kernel(
 def reduce_scatter_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr = 0,
 ):
     """Compute z [n] = sum over ranks of row ``me`` of x [ranks, n].
 
@@ -292,7 +301,7 @@ def reduce_scatter_kernel(
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
             ctx, me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
-            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK, TREE,
         )
     td.finish(ctx)
 
@@ -301,8 +310,9 @@ def reduce_scatter_kernel(
 def all_reduce_one_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr = 0,
 ):
-    """Compute z [n] = sum over ranks of x [n]. Every rank receives all x and adds them in rank order.
+    """Compute z [n] = sum over ranks of x [n]. Every rank receives all x and adds them (``_sum_of_ranks``).
 
     Signals and data of a half are as in ``all_gather_kernel``.
     """
@@ -329,7 +339,7 @@ def all_reduce_one_shot_kernel(
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
             ctx, me, ranks, x, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
-            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK, TREE,
         )
         block = _first_block(
             x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
@@ -341,6 +351,7 @@ def all_reduce_one_shot_kernel(
 def all_reduce_two_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr = 0,
 ):
     """Compute z [n] = sum over ranks of x [n]. Rank j mod W sums chunk j and sends the sum to all ranks.
 
@@ -375,7 +386,7 @@ def all_reduce_two_shot_kernel(
         td.wait_plan_all(ctx, signals + round_, rounds, signal)
         _sum_blocks(
             ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, sent,
-            blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK, TREE,
         )
         # waiter: every peer's program of this round, at its end
         td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, CHECK_FAILED=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives import kernel as kernels
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.config import with_config
@@ -71,14 +72,19 @@ def _kernel_operand(x):
 
 def arguments(
     operator: str, ctx: torch.Tensor, x: torch.Tensor, output: torch.Tensor, nbytes: int, plan: int,
-    config: "CollectiveConfig",
+    config: "CollectiveConfig", world_size: int = 0,
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return the kernel's arguments and constants; ``nbytes`` from ``share_bytes``."""
+    """Return the kernel's arguments and constants; ``nbytes`` from ``share_bytes``.
+
+    ``world_size``: only used by operators that add, in the batch-invariant mode with ``max_ranks``.
+    """
     dtype, size = _item(operator, x.dtype, nbytes)
     constants = {
         "DTYPE": dtype, "ITEM_BYTES": size, "ALIGNED": nbytes % 16 == 0, "BLOCK": config.block_bytes // size,
         "num_warps": config.num_warps,
     }
+    if operator != "all_gather" and invariant_ranks():
+        constants["TREE"] = world_size
     return (ctx, x, output, nbytes // size, config.piece_blocks, plan), constants
 
 
@@ -136,7 +142,7 @@ def _prepare(operator, workspace, given, x, config):
     units, half_bytes, half_signals = sizes(operator, nbytes, world_size, config)
     plan = workspace.prepare(operator, with_config(problem_fields(x), config), half_bytes, half_signals)
     output = output_spec(given, *output_shape(operator, given.shape, world_size))
-    args, constants = arguments(operator, workspace.ctx, given, output, nbytes, plan, config)
+    args, constants = arguments(operator, workspace.ctx, given, output, nbytes, plan, config, world_size)
     grid = (min(units, config.num_programs),)
     kernel = _kernel(operator, config)
     return Launch(workspace, kernel, grid, args, constants, (given,), (output,), [workspace.ctx])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import check_invariant, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, check_ranks, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives import quantized
@@ -75,6 +75,8 @@ _REFERENCES = {"all_gather": all_gather_ref, "reduce_scatter": reduce_scatter_re
 def _run(operator, x, group, config):
     """Run an operator inside the torch.library op, with a group given by name and a config given as text."""
     group = torch_op.group_by_name(group)
+    if operator != "all_gather":
+        check_ranks(operator, group.size())
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
     if not x.numel():
@@ -262,8 +264,9 @@ def reduce_scatter(x: torch.Tensor, *, group: GroupLike = None, config: Collecti
         config: CollectiveConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [R, ...] in the dtype of x: rank r gets block r of the sum. The sum is computed in fp32 in rank order. If the
-        selected method is "torch", torch's reduce-scatter sums in its own order.
+        z [R, ...] in the dtype of x: rank r gets block r of the sum. The sum is computed in fp32 in rank order, or in
+        the batch-invariant mode with ``max_ranks`` by a tree over the ranks. If the selected method is "torch", torch's
+        reduce-scatter sums in its own order.
 
     Gradient:
         dx = all_gather(dz).
@@ -271,6 +274,8 @@ def reduce_scatter(x: torch.Tensor, *, group: GroupLike = None, config: Collecti
     Raises:
         TypeError, ValueError: If x or config is invalid. Nothing has been launched.
         ValueError: On every rank, if the ranks disagree on shape, dtype or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, on every rank, if W is not a power of two of at most
+            ``max_ranks``.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``.
@@ -298,7 +303,8 @@ def all_reduce(
 
     Returns:
         z, a new tensor with the shape and dtype of x, bitwise equal on all ranks. The sum is computed in fp32 in rank
-        order. If the selected method is "torch", torch's all-reduce sums in its own order.
+        order, or in the batch-invariant mode with ``max_ranks`` by a tree over the ranks. If the selected method is
+        "torch", torch's all-reduce sums in its own order.
 
     Quantization:
         With ``quantize="fp8"`` one rank adds each chunk: its own exact part and the dequantized parts of its peers, in
@@ -314,6 +320,8 @@ def all_reduce(
     Raises:
         TypeError, ValueError: If x or config is invalid. Nothing has been launched.
         ValueError: On every rank, if the ranks disagree on shape, dtype or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, on every rank, if W is not a power of two of at most
+            ``max_ranks``.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``.

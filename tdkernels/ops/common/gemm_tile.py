@@ -25,6 +25,8 @@ class Product(NamedTuple):
         x_scale_step: For "row": 1 if each row of x has a scale, 0 if all of x has one.
         w_scale_step: For "row": 1 if each row of the weight has a scale, 0 if all of it has one.
         imprecise_k: ``IMPRECISE_K`` of ``td.dot``.
+        leaves: Number of leaves of the reduction tree over K that this rank computes, see ``autotune.invariance``. 0: K
+            is summed in one loop, and partials of ranks are summed in rank order.
     """
 
     block_m: int
@@ -41,6 +43,7 @@ class Product(NamedTuple):
     x_scale_step: int = 0
     w_scale_step: int = 0
     imprecise_k: int | None = None
+    leaves: int = 0
 
 
 @td.jit
@@ -138,7 +141,7 @@ def gemm_tile(
     acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
     b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if PRODUCT.w_is_kn, row-major
-    N, K, stride_am, PRODUCT: tl.constexpr, x_scale=None, scaled_rows=0, w_scale=None,
+    N, K, stride_am, PRODUCT: tl.constexpr, x_scale=None, scaled_rows=0, w_scale=None, DTYPE: tl.constexpr = None,
 ):
     """Return acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
@@ -147,12 +150,104 @@ def gemm_tile(
 
     With scaled operands, acc must be zero. ``x_scale`` points to the scales of the first row of the tile
     (``scale_of_row``), ``w_scale`` to those of all of B; ``scaled_rows`` rows of the tile have scales.
+
+    With PRODUCT.leaves > 1 the result is the root of the rank's reduction tree over K, not rounded; other nodes are
+    rounded to DTYPE. acc must be zero, K divisible by the number of leaves times BLOCK_K, and there are no scales.
+    """
+    if PRODUCT.leaves > 1:
+        tl.static_assert(PRODUCT.scaling == "")
+        # The compiler need not know that K is divisible by this; it uses that a leaf is a multiple of BLOCK_K.
+        leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+        acc = _tree_over_k(
+            a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, 0, leaf_k, stride_am,
+            PRODUCT, PRODUCT.leaves, DTYPE,
+        )
+    else:
+        acc = _main_loop(
+            acc, a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, 0, K, stride_am,
+            PRODUCT, x_scale, scaled_rows, w_scale,
+        )
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
+    return acc
+
+
+@td.jit
+def pack_node(acc, DTYPE: tl.constexpr):
+    """Return an accumulator rounded to DTYPE, to be kept in registers; see ``unpack_node``.
+
+    Two 16-bit numbers share a 32-bit register. As a tensor of 16-bit numbers, each would take a register of its own.
+    """
+    if DTYPE == tl.float32:
+        return acc
+    else:
+        left, right = acc.reshape(acc.shape[0], acc.shape[1] // 2, 2).split()
+        if td.target() == "cuda":
+            # By an instruction that LLVM does not know, or it would keep the two numbers instead of the pair.
+            FORMAT: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
+            return tl.inline_asm_elementwise(
+                "cvt.rn." + FORMAT + ".f32 $0, $2, $1;", "=r,f,f", [left, right], tl.uint32, is_pure=True, pack=1
+            )
+        left = td.from_float32(left, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return left | (td.from_float32(right, DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@td.jit
+def unpack_node(node, DTYPE: tl.constexpr):
+    """Return the rounded accumulator of ``pack_node`` in fp32."""
+    if DTYPE == tl.float32:
+        return node
+    else:
+        left = td.to_float32((node & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True))
+        right = td.to_float32((node >> 16).to(tl.uint16).to(DTYPE, bitcast=True))
+        return tl.join(left, right).reshape(node.shape[0], node.shape[1] * 2)
+
+
+@td.jit
+def _tree_over_k(
+    a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k, leaf_k, stride_am,
+    PRODUCT: tl.constexpr, LEAVES: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Return the sum of LEAVES leaves of the reduction tree, from column ``first_k`` on, in fp32.
+
+    A leaf has ``leaf_k`` columns, a multiple of BLOCK_K. The sum of the left half is rounded to DTYPE before the right
+    half is computed, so in 16 bits it takes half of the registers of an accumulator.
+    """
+    if LEAVES > 1:
+        HALF: tl.constexpr = LEAVES // 2
+        left = pack_node(_tree_over_k(
+            a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k, leaf_k, stride_am,
+            PRODUCT, HALF, DTYPE,
+        ), DTYPE)
+        right = _tree_over_k(
+            a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k + HALF * leaf_k, leaf_k,
+            stride_am, PRODUCT, HALF, DTYPE,
+        )
+        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+    else:
+        acc = tl.full((PRODUCT.block_m, PRODUCT.block_n), 0.0, tl.float32)
+        # With pointers, the leaf is an operand of its own that begins at column first_k.
+        b_first = first_k * tl.cast(stride_b, tl.int64) if PRODUCT.w_is_kn else first_k
+        return _main_loop(
+            acc, a_ptr + first_k, a_desc, a_plane, a_row, a_rows, b_ptr + b_first, b_desc, b_col, stride_b, N,
+            first_k, leaf_k, stride_am, PRODUCT,
+        )
+
+
+@td.jit
+def _main_loop(
+    acc, a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k, K, stride_am,
+    PRODUCT: tl.constexpr, x_scale=None, scaled_rows=0, w_scale=None,
+):
+    """Return acc plus the product over K columns. ``gemm_tile`` has the other arguments.
+
+    The columns of the descriptors begin at ``first_k``, those of the pointers at their addresses.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
     if PRODUCT.use_tma:
-        for k in range(0, K, BLOCK_K):
+        for k in range(first_k, first_k + K, BLOCK_K):
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
             if PRODUCT.w_is_kn:
                 b = b_desc.load([k, b_col])
@@ -184,8 +279,6 @@ def gemm_tile(
                 acc = add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
-    if PRODUCT.scaling == "row":
-        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, b_col, N, PRODUCT)
     return acc
 
 

@@ -23,12 +23,14 @@ class Norm(NamedTuple):
         has_residual: Whether a residual is added before the norm.
         has_bias: Whether a bias is added after the norm.
         aligned: Whether rows are a multiple of 16 elements.
+        tree: Whether ``all_reduce_rms_norm`` and ``all_reduce_layer_norm`` add by a tree (``reduce_in_tree``).
     """
 
     is_layer_norm: bool
     has_residual: bool
     has_bias: bool
     aligned: bool
+    tree: bool = False
 
 
 @td.jit

@@ -1,4 +1,4 @@
-"""Deterministic reduction of all ranks' partials, in fp32 and in rank order."""
+"""Deterministic reduction of all ranks' partials, in fp32: in rank order, or by the tree of ``autotune.invariance``."""
 
 import triton.language as tl
 
@@ -34,6 +34,39 @@ def reduce_in_rank_order(
         total += part2
         total += part3
     return total
+
+
+@td.jit
+def reduce_partials(
+    parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr, TREE: tl.constexpr
+):
+    """Return the sum of all ranks' partials in fp32: by ``reduce_in_tree`` if TREE, otherwise in rank order."""
+    if TREE:
+        return reduce_in_tree(parts, part_bytes, offs, mask, own, me, 0, RANKS, DTYPE)
+    else:
+        return reduce_in_rank_order(parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
+
+
+@td.jit
+def reduce_in_tree(
+    parts, part_bytes, offs, mask, own, me, FIRST: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return the sum of the partials of COUNT ranks from rank FIRST on, in fp32, as the root of a binary tree.
+
+    All nodes except the root are rounded to DTYPE, the dtype of the partials. COUNT is a power of two. The other
+    arguments are those of ``reduce_in_rank_order``.
+    """
+    if COUNT > 1:
+        HALF: tl.constexpr = COUNT // 2
+        left = reduce_in_tree(parts, part_bytes, offs, mask, own, me, FIRST, HALF, DTYPE)
+        right = reduce_in_tree(parts, part_bytes, offs, mask, own, me, FIRST + HALF, HALF, DTYPE)
+        if HALF > 1:
+            left, right = td.to_float32(td.from_float32(left, DTYPE)), td.to_float32(td.from_float32(right, DTYPE))
+        return left + right
+    else:
+        pointer = td.pointer_to(parts + FIRST * part_bytes, DTYPE)
+        part = tl.load(pointer + offs, mask=mask & (me != FIRST), other=0.0)
+        return tl.where(me == FIRST, own, td.to_float32(part))
 
 
 @td.jit

@@ -13,7 +13,14 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.gemm_tile import add_product, as_aligned, block_scales, scaled_by_rows
+from tdkernels.ops.common.gemm_tile import (
+    add_product,
+    as_aligned,
+    block_scales,
+    pack_node,
+    scaled_by_rows,
+    unpack_node,
+)
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -169,6 +176,59 @@ def small_m_tile(
     last_k unless it is K. Rows and columns outside of the operands are undefined. K is ``stride_x``. The scales are
     those of ``gemm_tile``.
     """
+    acc = _transposed_tile(
+        x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
+        x_scale, scaled_rows, w_scale,
+    ).T
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
+    return acc
+
+
+@td.jit
+def small_m_tree(
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, K, PRODUCT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return ``small_m_tile`` over all of K as the root of the rank's reduction tree, see ``gemm_tile``."""
+    tl.static_assert(PRODUCT.scaling == "")
+    leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+    return _transposed_tree(
+        x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, 0, leaf_k, PRODUCT, PRODUCT.leaves,
+        DTYPE,
+    ).T
+
+
+@td.jit
+def _transposed_tree(
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, leaf_k, PRODUCT: tl.constexpr,
+    LEAVES: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Return the sum of LEAVES leaves of ``leaf_k`` columns, from column ``first_k`` on, fp32 [BLOCK_N, BLOCK_M]."""
+    if LEAVES > 1:
+        HALF: tl.constexpr = LEAVES // 2
+        left = pack_node(_transposed_tree(
+            x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, leaf_k, PRODUCT, HALF,
+            DTYPE,
+        ), DTYPE)
+        right = _transposed_tree(
+            x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k + HALF * leaf_k, leaf_k,
+            PRODUCT, HALF, DTYPE,
+        )
+        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+    else:
+        return _transposed_tile(
+            x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, first_k + leaf_k,
+            PRODUCT, None, 0, None,
+        )
+
+
+@td.jit
+def _transposed_tile(
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT: tl.constexpr,
+    x_scale, scaled_rows, w_scale,
+):
+    """Return ``small_m_tile`` without the scales of rows, transposed."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
@@ -201,9 +261,6 @@ def small_m_tile(
             acc = _add_product(acc, w, x, k, stride_x, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
             x_ptrs += BLOCK_K
             w_ptrs += step_w
-    acc = acc.T
-    if PRODUCT.scaling == "row":
-        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
     return acc
 
 

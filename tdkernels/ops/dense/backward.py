@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tdkernels.autotune.invariance import for_one_number_of_ranks
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
@@ -52,6 +53,7 @@ def _ag_gemm_config_of_dx(dy, back, group):
 
 
 @whole_call
+@for_one_number_of_ranks
 def ag_gemm_backward(dy, x, weight, main_grads, need_dx, need_dweight, group, config):
     """Return (dx, dweight) of ``ag_gemm``: the body of the torch.library op. Gradients not needed are empty tensors.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.common.config import as_argument, with_config
 from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
-from tdkernels.ops.dense.local import linear
+from tdkernels.ops.dense.local import linear_of_call
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
 
@@ -35,9 +35,7 @@ def forward(
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
-        if config:
-            explicit_config(operator, config)
-        return linear(x, weight, bias)
+        return linear_of_call(operator, x, weight, bias, explicit_config(operator, config) if config else None)
     if not x.shape[0]:
         group_state(group).check_consensus_cached(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import gemm_tile, scale_of_row, with_bias
+from tdkernels.ops.common.rank_reduce import reduce_in_tree
 
 
 @td.jit
@@ -76,6 +77,7 @@ def multiply_and_send(
     acc = gemm_tile(
         tl.full((PRODUCT.block_m, PRODUCT.block_n), 0.0, tl.float32), x_ptr, x_desc, 0, row, rows,
         w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT, scale_of_row(x_scale, row, K, PRODUCT), rows - row, w_scale,
+        DTYPE,
     )
     partial = td.from_float32(acc, DTYPE)
     if owner == me:
@@ -99,10 +101,11 @@ def announce_last(
 @td.jit
 def add_partials(
     ctx, parts, part_bytes, half, sums_offset, z_ptr, bias_ptr, row, col, first, end, M, N,
-    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Add the partials of all ranks in rank order for the elements ``first`` to ``end`` of a tile, and store them in z.
+    """Add the partials of all ranks for the elements ``first`` to ``end`` of a tile, and store them in z.
 
+    They are added in rank order, or by ``reduce_in_tree`` if TREE.
     The partial of rank r is at the address ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of
     the next slices are in flight meanwhile. If ``sums_offset`` is not None, the sums are also stored in every peer's
     buffer: the tile begins there at this offset in the data of a half.
@@ -113,9 +116,13 @@ def add_partials(
     offs_n = col + tl.arange(0, BLOCK_N)
     for start in tl.range(first, end, SLICE, num_stages=4):
         total = tl.full((SLICE,), 0.0, tl.float32)
-        for source in tl.static_range(0, RANKS):
-            pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
-            total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
+        if TREE:
+            offs = start + tl.arange(0, SLICE)
+            total = reduce_in_tree(parts, part_bytes, offs, offs >= 0, total, -1, 0, RANKS, DTYPE)
+        else:
+            for source in tl.static_range(0, RANKS):
+                pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + start
+                total += td.to_float32(tl.load(pointer + tl.arange(0, SLICE)))
         z = td.from_float32(with_bias(total.reshape(ROWS, BLOCK_N), bias_ptr, offs_n, N, HAS_BIAS), DTYPE)
         if sums_offset is not None:
             for step in tl.static_range(1, RANKS):

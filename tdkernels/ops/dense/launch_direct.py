@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.tile_config import LARGE
@@ -106,6 +107,7 @@ def arguments(
     """
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, scales=scales)
+    constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves_of_rank(world_size))
     args = (
         ctx, x, x_desc, weight, w_desc, bias, *gemm_operands.scale_pointers(scales), z,
         *descs, *[None] * (MAX_RANKS - len(descs)),

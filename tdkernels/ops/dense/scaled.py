@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import reject_invariant
+from tdkernels.autotune.invariance import reject_invariant, reject_max_ranks
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument, check_config, with_config
 from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
@@ -135,10 +135,12 @@ def _forward(operator):
         scales = Scales(scale_x, scale_w, scaling, out_dtype, use_fast_accum)
         group = torch_op.group_by_name(group)
         of = _OPERATORS[operator]
+        if operator != "ag_gemm":
+            reject_max_ranks(operator, "float8")
+        elif bias is not None:  # the compiler may fuse the scale and the bias into one operation, on several ranks only
+            reject_max_ranks(operator, "float8 with a bias")
         if group.size() == 1:
-            if config:
-                explicit_config(operator, config)
-            return linear_of_scaled(x, weight, bias, scales)
+            return linear_of_scaled(x, weight, bias, scales, explicit_config(operator, config) if config else None)
         fields = of.launch.problem_fields(x, weight, scales)
         if not x.shape[0]:
             group_state(group).check_consensus_cached(operator, fields)

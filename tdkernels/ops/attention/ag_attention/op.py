@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant, reject_max_ranks
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.ag_attention import launch, launch_dq, pipelined
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
@@ -191,6 +191,7 @@ def _select_config(q, k, v, causal, scale, sharding, group):
 
 def _resolve_config(q, k, v, causal, scale, sharding, group, config):
     """Return the complete config of a call, after a consensus check of the call and the config."""
+    reject_max_ranks("ag_attention")
     check_invariant("ag_attention", config)
     selected = config is None
     config = _select_config(q, k, v, causal, scale, sharding, group) if selected else config

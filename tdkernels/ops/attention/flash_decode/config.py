@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
+from tdkernels.symm.shared_settings import invariant_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +31,12 @@ class FlashDecodeConfig:
 
     Attributes:
         method: "fused" runs one kernel. "split" runs one kernel that computes parts of the keys and a second one that
-            merges them and exchanges the results of the ranks; on Hopper the first one has a faster version for
-            latent caches in bf16 and fp16 (576 columns, values of 512, pages of a multiple of 32 keys). Calls with a
-            window, calls of several ranks with several query tokens, and groups on several nodes run "fused" with the
-            other fields instead. "torch" runs torch's attention over this rank's keys (flash attention if it supports
-            the caches), then torch's all-gather; it uses none of the other fields. The version for latent caches uses
-            only ``num_programs`` and ``chunk_keys``.
+            merges them and exchanges the results of the ranks; on Hopper the first one has a faster version for latent
+            caches (576 columns, values of 512, pages of a multiple of 32 keys) in bf16 and fp16, and in fp8 with rotary
+            columns in bf16 or fp16 (``k_rope``). Calls with a window, calls of several ranks with several query tokens,
+            and groups on several nodes run "fused" with the other fields instead. "torch" runs torch's attention over
+            this rank's keys (flash attention if it supports the caches), then torch's all-gather; it uses none of the
+            other fields. The version for latent caches uses only ``num_programs`` and ``chunk_keys``.
         block_n: Keys per block of the main loop. A power of two of at least 16.
         num_warps: Warps per program: 1, 2, 4, 8 or 16.
         num_stages: Pipeline stages of the main loop, at least 1.
@@ -130,6 +131,7 @@ class DecodeShape:
         cache_bytes: Bytes per element of the caches.
         value_is_key: Whether the values are the first columns of the keys' memory (MLA).
         paged: Whether the caches are paged.
+        rope_bytes: Bytes per element of the second part of the keys if it has a cache of its own, else 0.
         tile_rows: Maximum number of query rows per tile; 0 for the default.
     """
 
@@ -142,6 +144,7 @@ class DecodeShape:
     cache_bytes: int
     value_is_key: bool = False
     paged: bool = False
+    rope_bytes: int = 0
     tile_rows: int = 0
 
     @property
@@ -186,7 +189,9 @@ class DecodeShape:
     @property
     def bytes_of_key(self) -> int:
         """Bytes of one padded key and its value."""
-        return (sum(self.parts_of_d) + (0 if self.value_is_key else self.padded_dv)) * self.cache_bytes
+        first, second = self.parts_of_d
+        value = 0 if self.value_is_key else self.padded_dv
+        return (first + value) * self.cache_bytes + second * (self.rope_bytes or self.cache_bytes)
 
     @property
     def bytes_of_query(self) -> int:
@@ -194,11 +199,13 @@ class DecodeShape:
         return sum(self.parts_of_d) * max(self.cache_bytes, 2)
 
 
-def layout_of(paged: bool, value_is_key: bool, fp8: bool) -> str:
-    """Return the ``layout`` of the tuner's Problem for a cache: "dense" or "paged", then "latent" and "fp8"."""
-    return " ".join(filter(
-        None, ("paged" if paged else "dense", value_is_key and "latent", fp8 and "fp8")  # type: ignore[arg-type]
-    ))
+def layout_of(paged: bool, value_is_key: bool, fp8: bool, rope: bool = False) -> str:
+    """Return the ``layout`` of the tuner's Problem for a cache: "dense" or "paged", then "latent", "fp8" and "rope".
+
+    The last one is for an fp8 cache with a cache of its own for the second part of the keys, which is not fp8.
+    """
+    words = "paged" if paged else "dense", value_is_key and "latent", fp8 and "fp8", rope and "rope"
+    return " ".join(filter(None, words))  # type: ignore[arg-type]
 
 
 def can_split(queries: int, ranks: int, nodes: int) -> bool:
@@ -220,9 +227,13 @@ def has_latent_kernel(shape: DecodeShape, device: "torch.device") -> bool:
 
 
 def has_latent_sizes(shape: DecodeShape) -> bool:
-    """Return whether a cache has the sizes for which ``latent_kernel`` is written."""
-    sizes = shape.d, shape.dv, shape.heads, shape.cache_bytes
-    return shape.value_is_key and sizes == (LATENT_D, LATENT_DV, 1, 2)
+    """Return whether a cache has the sizes for which ``latent_kernel`` is written.
+
+    An fp8 cache needs rotary columns in 16 bits.
+    """
+    forms = (2, 0), (2, 2), (1, 2)
+    sizes = shape.d, shape.dv, shape.heads, (shape.cache_bytes, shape.rope_bytes) in forms
+    return shape.value_is_key and sizes == (LATENT_D, LATENT_DV, 1, True)
 
 
 def default_config(
@@ -288,6 +299,9 @@ def invariant_config(shape: DecodeShape, device: "torch.device", ranks: int, nod
     """
     config = fused_config(replace(shape, value_is_key=False), device)
     latent = replace(shape, value_is_key=shape.d > shape.dv)
+    if invariant_ranks():
+        # Tensor-parallel ranks may divide the heads, so their number must not select the method.
+        latent = replace(latent, heads=1, value_is_key=False)
     if can_split(shape.queries, ranks, nodes) and _is_faster_split(latent, device):
         config = replace(config, method="split")
     return replace(config, chunk_keys=max(_WIDE_CHUNK_KEYS if shape.is_wide else _CHUNK_KEYS, config.block_n))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.config import default_exchange, saved_by_two_shots
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
@@ -82,7 +83,11 @@ class AllReduceNormConfig:
 
     def variant_reason(self) -> str | None:
         """Return why a row depends on its place in the tensor with this config, or None if it does not."""
-        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if invariant_ranks() and self.exchange != "two_shot":  # the exchanges may add the elements of a row differently
+            return f'with max_ranks, exchange must be "two_shot", not {self.exchange!r}'
+        return None
 
 
 def default_config(

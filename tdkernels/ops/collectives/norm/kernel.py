@@ -2,7 +2,8 @@
 
     r = round(sum over ranks of x + residual)        y = norm(r)
 
-Sums are computed in fp32 in rank order and rounded once, so r and y are bitwise equal on all ranks.
+Sums are computed in fp32 in rank order and rounded once, so r and y are bitwise equal on all ranks. With NORM.tree
+they are computed by ``reduce_in_tree``, also in a group of one rank.
 
 "one_shot", for few rows. The first half of the programs send: each stores pieces of rows of x, SEND_COLUMNS columns,
 in the peers' buffers, and sets one signal per piece and peer. The other programs receive: ROW_PROGRAMS of them share a
@@ -29,7 +30,7 @@ from tdkernels import lang as td
 from tdkernels.ops.collectives.kernel import _begin
 from tdkernels.ops.common.gemm_tile import as_aligned
 from tdkernels.ops.common.norm_rows import load_if, normalize_memory, normalize_registers
-from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
+from tdkernels.ops.common.rank_reduce import reduce_partials
 
 
 @td.jit
@@ -48,10 +49,15 @@ def _send_to_all(ctx, slot, values, offs, mask, me, RANKS: tl.constexpr, DTYPE: 
 
 @td.jit
 def _rounded_sum(
-    own, residual, parts, part_bytes, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr
+    own, residual, parts, part_bytes, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr, TREE: tl.constexpr
 ):
-    """Return the sum of all ranks' parts in rank order, plus the residual, as DTYPE."""
-    total = reduce_in_rank_order(parts, part_bytes, offs, mask, td.to_float32(own), me, RANKS, DTYPE)
+    """Return the sum of all ranks' parts (``reduce_partials``), plus the residual, as DTYPE.
+
+    With TREE the sum is rounded before the residual is added, because the part of a group of one rank is rounded.
+    """
+    total = reduce_partials(parts, part_bytes, offs, mask, td.to_float32(own), me, RANKS, DTYPE, TREE)
+    if TREE:
+        total = td.to_float32(td.from_float32(total, DTYPE))
     return td.from_float32(total + td.to_float32(residual), DTYPE)
 
 
@@ -94,7 +100,7 @@ def _receive_row(
     # producer: the programs of every peer that send pieces of this row
     td.wait_plan_all(ctx, signals + row * pieces, tl.cast(rows, tl.int64) * pieces, signal, count=pieces)
     parts = td.symm_base(ctx, me) + area + row * row_bytes
-    r = _rounded_sum(own, residual, parts, rows * row_bytes, offs, mask, me, RANKS, DTYPE)
+    r = _rounded_sum(own, residual, parts, rows * row_bytes, offs, mask, me, RANKS, DTYPE, NORM.tree)
     stored = mask & (offs >= part * share) & (offs < part * share + share)
     tl.store(r_ptr + row * hidden + offs, r, mask=stored)
     normalize_registers(
@@ -121,7 +127,7 @@ def _receive_long_row(
         own = tl.load(x_ptr + row * hidden + start + offs, mask=mask, other=0.0)
         residual = load_if(residual_ptr, row * hidden + start + offs, mask, NORM.has_residual)
         at = parts + tl.cast(start, tl.int64) * ITEM_BYTES
-        r = _rounded_sum(own, residual, at, rows * row_bytes, offs, mask, me, RANKS, DTYPE)
+        r = _rounded_sum(own, residual, at, rows * row_bytes, offs, mask, me, RANKS, DTYPE, NORM.tree)
         tl.store(r_ptr + row * hidden + start + offs, r, mask=mask)
     normalize_memory(
         r_ptr + row * hidden, row, weight_ptr, bias_ptr, eps, y_ptr, scale_ptr, stats_ptr, hidden,
@@ -218,7 +224,7 @@ def _sum_row(
         at = tl.cast(start, tl.int64) * ITEM_BYTES
         own = tl.load(x_ptr + row * hidden + start + offs, mask=mask, other=0.0)
         residual = load_if(residual_ptr, row * hidden + start + offs, mask, NORM.has_residual)
-        r = _rounded_sum(own, residual, parts + at, part_bytes, offs, mask, me, RANKS, DTYPE)
+        r = _rounded_sum(own, residual, parts + at, part_bytes, offs, mask, me, RANKS, DTYPE, NORM.tree)
         _send_to_all(ctx, slot + at, r, offs, mask & sent, me, RANKS, DTYPE)
         tl.store(td.pointer_to(td.symm_base(ctx, me) + slot + at, DTYPE) + offs, r, mask=mask & sent)
 

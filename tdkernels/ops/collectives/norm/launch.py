@@ -1,6 +1,6 @@
 """Launch the kernels of all_reduce_rms_norm and all_reduce_layer_norm, or compile them ahead of time.
 
-For groups of at least two ranks on one node.
+For groups on one node, of at least two ranks unless the batch-invariant mode has ``max_ranks``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.norm import kernel as kernels
 from tdkernels.ops.collectives.norm.config import PER_WARP
 from tdkernels.ops.common import norm_launch
@@ -72,6 +73,7 @@ def arguments(
         "IN_REGISTERS": in_registers, "num_warps": config.num_warps,
         "BLOCK": next_power_of_2(hidden) if in_registers else PER_WARP * config.num_warps,
     }
+    constants["NORM"] = constants["NORM"]._replace(tree=invariant_ranks() > 0)
     args = (ctx, x, residual, weight, bias, y, r, *(scale or (None,)), stats, rows, hidden)
     if config.exchange == "two_shot":
         return kernels.all_reduce_norm_two_shot_kernel, (*args, config.piece_rows, options.eps, plan), constants

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import check_invariant, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, check_ranks, invariant_ranks, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives.norm import launch, reference
 from tdkernels.ops.collectives.norm.config import AllReduceNormConfig
@@ -90,7 +90,8 @@ def run(
         config: The config as text, or "" to select one.
     """
     x = operands[0]
-    if group.size() == 1:
+    check_ranks(options.operator, group.size())
+    if group.size() == 1 and not invariant_ranks():
         return _by_torch(operands, options, group)
     if not x.numel():
         group_state(group).check_consensus_cached(options.operator, launch.problem_fields(operands, options))
@@ -248,6 +249,7 @@ def all_reduce_rms_norm(
         TypeError, ValueError: If an argument is invalid. Errors name the argument and its shape. Nothing has been
             launched.
         ValueError: On every rank, if the ranks disagree on shapes, dtypes, eps, quantize or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, as for ``all_reduce``.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``; with ``quantize``, if an operand needs a gradient.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.collectives.norm import launch, reference
 from tdkernels.ops.collectives.norm.config import (
@@ -72,7 +73,8 @@ class AllReduceNormTunable(ConfigTunable):
     def invariant(self, problem: "Problem", device: torch.device) -> AllReduceNormConfig:
         # The additions within a row depend on the exchange and on num_warps, so the rows must not select either. For
         # another number of programs per row another kernel is compiled.
-        exchange = "one_shot" if problem.world_size == 2 else "two_shot"  # of two ranks, both send as much
+        # Of two ranks, both exchanges send as much. With ``max_ranks`` the number of ranks must not select it either.
+        exchange = "one_shot" if problem.world_size == 2 and not invariant_ranks() else "two_shot"
         rows, hidden = problem.shape
         config = default_config(rows, hidden, problem.torch_dtype, problem.world_size, device, exchange)
         num_warps = config.num_warps if device.type == "cpu" else warps_of_row(hidden, device)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
@@ -78,7 +79,11 @@ class AgGemmConfig:
 
     def variant_reason(self) -> str | None:
         """Return why a row of a result depends on the batch with this config, or None if it does not."""
-        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if invariant_ranks() and self.transport == "one_shot":  # its small-M GEMM is not that of one rank
+            return 'with max_ranks, transport must be "push" or "copy_engine", not "one_shot"'
+        return None
 
     def _store_bytes(self, device, dtype):
         """Return the shared memory for storing a tile besides the stages: its smallest column block."""

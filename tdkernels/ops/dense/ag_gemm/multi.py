@@ -35,7 +35,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment
-from tdkernels.ops.dense.local import linear
+from tdkernels.ops.dense.local import linear, linear_of_call
 from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
 from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -137,9 +137,9 @@ def _fields(x, weights, segment_rows, return_gathered):
 def _forward(x, weights, biases, segment_rows, return_gathered, group, config):
     group = torch_op.group_by_name(group)
     if group.size() == 1:
-        if config:
-            explicit_config("ag_gemm", config)
-        return [*_products(x, weights, biases), *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
+        given = explicit_config("ag_gemm", config) if config else None
+        ys = [linear_of_call("ag_gemm", x, *one, given) for one in zip(weights, biases, strict=True)]
+        return [*ys, *[x.clone(memory_format=torch.contiguous_format)] * return_gathered]
     fields = _fields(x, weights, segment_rows, return_gathered)
     if not x.shape[0]:
         group_state(group).check_consensus_cached("ag_gemm", fields)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.config import saved_by_two_shots
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
@@ -66,7 +67,11 @@ class GemmArConfig:
 
     def variant_reason(self) -> str | None:
         """Return why a row of a result depends on the batch with this config, or None if it does not."""
-        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if invariant_ranks() and (self.exchange, self.transport) != ("two_shot", "direct"):
+            return f'with max_ranks, transport must be "direct", with exchange "two_shot", not {self.transport!r}'
+        return None
 
 
 def default_config(

@@ -47,7 +47,7 @@ def _exchange(
         add_partials(
             ctx, data + bundle.to(tl.int64) * TILE_BYTES, tl.cast(per_source, tl.int64) * TILE_BYTES,
             half, sums_offset, z_ptr, bias_ptr, row, col, begin, begin + TILE // SPLIT, M, N,
-            SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
+            SLICE, BLOCK_N, RANKS, PRODUCT.has_bias, PRODUCT.leaves > 0,
         )
         if td.is_last_arriver(td.flag_at(ctx, bundle), SPLIT):
             # waiter: the item of every peer that receives the tile
@@ -94,8 +94,10 @@ def gemm_ar_direct_kernel(
     if first < num_gemm:
         # A void launch has no work items: a peer may still read the data of an earlier launch.
         last = tl.where(td.is_void_for_all(signal), first, bundles * RANKS)
-        # Not flattened in a trace: events of the next tile would be recorded before the end of this one.
-        for piece in tl.range(first, last, num_gemm, flatten=trace_ptr is None):
+        # Not flattened in a trace: events of the next tile would be recorded before the end of this one. And not with
+        # several leaves: each of them has a main loop.
+        FLAT: tl.constexpr = trace_ptr is None and PRODUCT.leaves <= 1
+        for piece in tl.range(first, last, num_gemm, flatten=FLAT):
             trace = (trace_ptr, piece)
             td.mark(trace, "starts")
             owner = (me + 1 + piece % RANKS) % RANKS

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import check_leaves
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.dense import launch_direct as shared
@@ -40,10 +41,11 @@ def prepare(
     """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
 
     Raises:
-        ValueError: If the group has more ranks than the kernel supports.
+        ValueError: If the group has more ranks than the kernel supports; see also ``invariance.check_leaves``.
     """
     world_size = workspace.world_size
     shared.check_ranks("gemm_ar", world_size)
+    check_leaves("gemm_ar", world_size, weight, config.tiles.block_k)
     m, n, out_dtype = x.shape[0], weight.shape[0], out_dtype_of(x, scales)
     tiles = config.tiles
     bundles = cdiv(tiles.count(m, n), world_size)

@@ -126,7 +126,8 @@ def gemm_ar(
         config: GemmArConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order. If the
+        z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order, or in the
+        batch-invariant mode with ``max_ranks`` by a tree (see the guide on batch invariance). If the
         selected method is "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the
         ranks of each node are summed first, then the sums of the nodes, each rounded to the dtype of x.
 
@@ -137,9 +138,12 @@ def gemm_ar(
         TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
             been launched.
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, on every rank, if W is not a power of two of at most
+            ``max_ranks``, or K is not divisible by ``max_ranks`` times ``block_k`` of the tile.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
-        NotImplementedError: For float8, if the group spans several nodes and the method of the config is not "torch".
+        NotImplementedError: For float8, if the group spans several nodes and the method of the config is not "torch",
+            and in the batch-invariant mode with ``max_ranks``.
         RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
 
     Contract:

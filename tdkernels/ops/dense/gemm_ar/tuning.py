@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
@@ -47,6 +48,8 @@ class GemmArTunable(dense.DenseTunable):
     operand_sizes = of_a_rank
 
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmArConfig:
+        if invariant_ranks():  # the only transport with a reduction tree
+            return GemmArConfig(transport="direct")
         return GemmArConfig(item_tiles=2 if device.type == "cpu" else 4)
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmArConfig]:

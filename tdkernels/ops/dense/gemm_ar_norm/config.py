@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tdkernels.autotune.invariance import is_batch_invariant
+from tdkernels.autotune.invariance import invariant_ranks, is_batch_invariant
 from tdkernels.ops.collectives.norm.config import ROW_PROGRAMS
 from tdkernels.ops.common import small_m_gemm
-from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.common.tile_config import Tiles, for_tree
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,11 @@ class GemmArNormConfig:
 
     def variant_reason(self) -> str | None:
         """Return why a row of a result depends on the batch with this config, or None if it does not."""
-        return None if self.method == "fused" else f'method must be "fused", not {self.method!r}'
+        if self.method != "fused":
+            return f'method must be "fused", not {self.method!r}'
+        if invariant_ranks() and self.split_k > 1:
+            return f"with max_ranks, split_k must be 1, not {self.split_k}"
+        return None
 
 
 def registers_hold(num_warps: int, dtype: "torch.dtype") -> int:
@@ -88,7 +92,7 @@ def fused_config(rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch
 def invariant_config(dtype: "torch.dtype", device: "torch.device") -> GemmArNormConfig:
     """Return the config of the batch-invariant mode: the same for all shapes."""
     tiles, _ = small_m_gemm.default_tiles(64, 64, 1, dtype, device)
-    return GemmArNormConfig("fused", tiles, num_programs=4 if device.type == "cpu" else 128)
+    return GemmArNormConfig("fused", for_tree(tiles, dtype, device), num_programs=4 if device.type == "cpu" else 128)
 
 
 def completed(

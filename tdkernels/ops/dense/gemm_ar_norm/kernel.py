@@ -5,8 +5,11 @@
 The first programs multiply: one program, or ``split_k`` programs, compute a partial tile, round it to the dtype of x
 and store it in the buffers of all ranks, this rank included. The program that stores the last tile of BLOCK_M rows sets
 one signal per rank. The other programs receive: ROW_PROGRAMS of them share a row. Each waits for the tiles of the row
-from all ranks, adds the whole row in rank order, because the norm needs all of it, and stores its columns of r and y.
-So r and y are bitwise equal on all ranks.
+from all ranks, adds the whole row, because the norm needs all of it, and stores its columns of r and y. The sum is in
+rank order, or a tree (``reduce_partials``). So r and y are bitwise equal on all ranks.
+
+With a reduction tree the kernel also runs in a group of one rank. Its partial is then the root of the tree, which is
+not rounded, so it is stored in fp32.
 
 Progress (invariant 1). A program that receives waits only for programs that multiply, which have lower ids and wait for
 nothing. So it suffices that programs start in the order of their ids. There is no barrier: call t uses half t mod 2,
@@ -18,22 +21,25 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import as_aligned
 from tdkernels.ops.common.norm_rows import load_if, normalize_memory, normalize_registers
-from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
-from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile
+from tdkernels.ops.common.rank_reduce import reduce_partials
+from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile, small_m_tree
 
 
 @td.jit
 def _multiply(
     ctx, x_ptr, x_desc, w_ptr, w_desc, scratch_ptr, M, N, K, stride_w, k_of_part, split_k, tiles_m, tiles_n, half,
-    signal, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, RANKS: tl.constexpr,
+    signal, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr,
 ):
-    """Compute one partial tile, or one K split of it, and store it on all ranks."""
+    """Compute one partial tile, or one K split of it, and store it on all ranks as PART."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.out_bytes
     me = td.rank(ctx)
     tile, part, row, col, first_k, last_k = place_of(tl.program_id(0), tiles_m, K, k_of_part, split_k, PRODUCT)
-    acc = small_m_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
+    if PRODUCT.leaves > 1:
+        acc = small_m_tree(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, K, PRODUCT, DTYPE)
+    else:
+        acc = small_m_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
     sends = True
     if SPLIT:
         acc, sends = reduce_splits(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
@@ -42,11 +48,11 @@ def _multiply(
         # A void launch sends nothing: a peer may still read the data of an earlier launch.
         mask &= td.is_void(signal) == 0
         offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial = td.from_float32(acc, DTYPE)
+        partial = td.from_float32(acc, PART)
         slot = (tl.cast(me, tl.int64) * tiles_m * tiles_n + tile) * TILE_BYTES
         for step in tl.static_range(RANKS):
             dst = td.data_at(ctx, half, (me + step) % RANKS) + slot
-            tl.store(td.pointer_to(dst, DTYPE) + offs, partial, mask=mask)
+            tl.store(td.pointer_to(dst, PART) + offs, partial, mask=mask)
         tile_m = tile % tiles_m
         if td.is_last_arriver(td.flag_at(ctx, tiles_m * tiles_n + tile_m), tiles_n):
             # waiter: the programs of every rank that receive these rows
@@ -66,12 +72,12 @@ def _columns_of_parts(row, columns, tiles_m, PRODUCT: tl.constexpr):
 @td.jit
 def _rounded_sum(
     parts, part_bytes, row, columns, mask, bias, residual, tiles_m,
-    PRODUCT: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
+    PRODUCT: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, PART: tl.constexpr,
 ):
-    """Return columns of r: the sum of all ranks' partials in rank order, plus bias and residual, as DTYPE."""
+    """Return columns of r: the sum of all ranks' partials, stored as PART, plus bias and residual, as DTYPE."""
     offs = _columns_of_parts(row, columns, tiles_m, PRODUCT)
     own = tl.full(columns.shape, 0.0, tl.float32)  # not used: the partial of this rank is read like the others
-    total = reduce_in_rank_order(parts, part_bytes, offs, mask, own, -1, RANKS, DTYPE)
+    total = reduce_partials(parts, part_bytes, offs, mask, own, -1, RANKS, PART, PRODUCT.leaves > 0)
     if PRODUCT.has_bias:
         total += td.to_float32(bias)
     return td.from_float32(total + td.to_float32(residual), DTYPE)
@@ -81,8 +87,8 @@ def _rounded_sum(
 def _receive_row(
     ctx, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr, y_ptr, r_ptr, scale_ptr, stats_ptr, row, part, N, share,
     eps, tiles_m, tiles_n, half, signal,
-    PRODUCT: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, RANKS: tl.constexpr,
-    IN_REGISTERS: tl.constexpr, BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PART: tl.constexpr,
+    RANKS: tl.constexpr, IN_REGISTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Add and normalize one row; store columns part * share to (part + 1) * share - 1.
 
@@ -103,7 +109,7 @@ def _receive_row(
         norm_bias = load_if(norm_bias_ptr, offs, mask, NORM.has_bias)
         # producer: on every rank, the program that stores the last tile of these rows
         td.wait_plan_all(ctx, signals, tiles_m, signal, WITH_OWN=True)
-        r = _rounded_sum(parts, part_bytes, row, offs, mask, bias, residual, tiles_m, PRODUCT, RANKS, DTYPE)
+        r = _rounded_sum(parts, part_bytes, row, offs, mask, bias, residual, tiles_m, PRODUCT, RANKS, DTYPE, PART)
         stored = mask & (offs >= part * share) & (offs < part * share + share)
         tl.store(r_ptr + r_row + offs, r, mask=stored)
         normalize_registers(
@@ -118,7 +124,9 @@ def _receive_row(
             mask = columns < N
             bias = load_if(bias_ptr, columns, mask, PRODUCT.has_bias)
             residual = load_if(residual_ptr, r_row + columns, mask, NORM.has_residual)
-            r = _rounded_sum(parts, part_bytes, row, columns, mask, bias, residual, tiles_m, PRODUCT, RANKS, DTYPE)
+            r = _rounded_sum(
+                parts, part_bytes, row, columns, mask, bias, residual, tiles_m, PRODUCT, RANKS, DTYPE, PART
+            )
             tl.store(r_ptr + r_row + columns, r, mask=mask)
         normalize_memory(
             r_ptr + r_row, row, weight_ptr, norm_bias_ptr, eps, y_ptr, scale_ptr, stats_ptr, N,
@@ -144,6 +152,7 @@ def gemm_ar_norm_kernel(
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     share = as_aligned(share, True)
     DTYPE: tl.constexpr = r_ptr.dtype.element_ty
+    PART: tl.constexpr = tl.float32 if PRODUCT.out_bytes == 4 else DTYPE
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + PRODUCT.block_m - 1) // PRODUCT.block_m
     tiles_n = (N + PRODUCT.block_n - 1) // PRODUCT.block_n
@@ -151,7 +160,7 @@ def gemm_ar_norm_kernel(
     if tl.program_id(0) < multiplying:
         _multiply(
             ctx, x_ptr, x_desc, w_ptr, w_desc, scratch_ptr, M, N, K, stride_w, k_of_part, split_k, tiles_m, tiles_n,
-            half, signal, PRODUCT, SPLIT, DTYPE, RANKS,
+            half, signal, PRODUCT, SPLIT, DTYPE, PART, RANKS,
         )
     else:
         receiving = tl.num_programs(0) - multiplying
@@ -159,6 +168,6 @@ def gemm_ar_norm_kernel(
             _receive_row(
                 ctx, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr, r_ptr, scale_ptr, stats_ptr,
                 tl.cast(unit // ROW_PROGRAMS, tl.int64), unit % ROW_PROGRAMS, N, share, eps, tiles_m, tiles_n, half,
-                signal, PRODUCT, NORM, FORMAT, DTYPE, RANKS, IN_REGISTERS, BLOCK,
+                signal, PRODUCT, NORM, FORMAT, DTYPE, PART, RANKS, IN_REGISTERS, BLOCK,
             )
     td.finish(ctx)

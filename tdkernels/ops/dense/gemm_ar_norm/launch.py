@@ -1,12 +1,13 @@
 """Launch the kernel of gemm_ar_rms_norm and gemm_ar_layer_norm, or compile it ahead of time.
 
-For groups of at least two ranks on one node.
+For groups on one node, of at least two ranks unless the mode has ``max_ranks``.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common import gemm_operands, norm_launch, small_m_gemm
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.norm_launch import Options, kernel_outputs, with_codes
@@ -49,10 +50,15 @@ def arguments(
     tiles, split_k = config.tiles, config.split_k
     assert tiles is not None  # the config of a launch is resolved
     held = registers_hold(tiles.num_warps, x.dtype)
-    in_registers = n <= held
+    # With a tree, r is read from memory for the norm. In registers, the compiler could distribute the elements of a row
+    # among threads differently for fp32 partials of one rank, and so add them in another order.
+    in_registers = n <= held and not leaves_of_rank(world_size)
     row_programs = config.row_programs if in_registers else 1
     share = cdiv(cdiv(n, row_programs), 16) * 16  # columns of a program: whole vectors
     weight, stride_w, x_desc, w_desc, constants = small_m_gemm.product(x, weight, bias, tiles)
+    constants["PRODUCT"] = constants["PRODUCT"]._replace(
+        leaves=leaves_of_rank(world_size), out_bytes=_partial_bytes(x, world_size)
+    )
     constants |= norm_launch.constants(x, n, residual, norm_bias, options)
     constants |= {
         "SPLIT": split_k > 1, "RANKS": world_size, "IN_REGISTERS": in_registers, "ROW_PROGRAMS": row_programs,
@@ -63,6 +69,12 @@ def arguments(
         scratch, m, n, k, stride_w, small_m_gemm.k_of_part(k, tiles, split_k), share, options.eps, plan, split_k,
     )
     return args, constants
+
+
+def _partial_bytes(x, world_size):
+    """Return the bytes per element of partials. One rank stores the root of the reduction tree, which is not rounded.
+    """
+    return 4 if leaves_of_rank(world_size) and world_size == 1 else x.element_size()
 
 
 def compile(operands: Operands, world_size: int, options: Options, config: "GemmArNormConfig") -> None:
@@ -111,7 +123,7 @@ def _prepare(workspace, operands, options, config):
     x, weight = operands[:2]
     m, n, tiles, ranks = x.shape[0], weight.shape[0], config.tiles, workspace.world_size
     count, tiles_m = tiles.count(m, n), cdiv(m, tiles.block_m)
-    data_bytes = ranks * count * tiles.block_m * tiles.block_n * x.element_size()
+    data_bytes = ranks * count * tiles.block_m * tiles.block_n * _partial_bytes(x, ranks)
     fields = with_config(problem_fields(operands, options), config)
     plan = workspace.prepare(options.operator, fields, data_bytes, ranks * tiles_m, num_flags=count + tiles_m)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)

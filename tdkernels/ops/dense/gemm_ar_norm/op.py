@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import reject_invariant
+from tdkernels.autotune.invariance import check_leaves, invariant_ranks, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives.norm import op as norm
 from tdkernels.ops.collectives.norm import reference as norm_reference
@@ -102,7 +102,7 @@ def _run(operands, options, group, config):
     """Run a call inside the torch.library op, with a group given by name and a config given as text."""
     group = torch_op.group_by_name(group)
     x, weight = operands[:2]
-    if group.size() == 1:
+    if group.size() == 1 and not invariant_ranks():
         if config:
             explicit_config(options.operator, config)
         return _run_alone(operands, options, group)
@@ -110,6 +110,8 @@ def _run(operands, options, group, config):
         group_state(group).check_consensus_cached(options.operator, launch.problem_fields(operands, options))
         return uninitialized(x, output_specs(x, (0, weight.shape[0]), options))
     config = _config_for(config, operands, options, group)
+    if invariant_ranks():
+        check_leaves(options.operator, group.size(), weight, config.tiles.block_k)
     if config.method != "fused":
         fields = with_config(launch.problem_fields(operands, options), config)
         group_state(group).check_consensus_cached(options.operator, fields)
@@ -298,6 +300,7 @@ def gemm_ar_rms_norm(
         TypeError, ValueError: If an argument is invalid. Errors name the argument and its shape. Nothing has been
             launched.
         ValueError: On every rank, if the ranks disagree on shapes, dtypes, eps, quantize or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, as for ``gemm_ar``.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``; with ``quantize``, if an operand needs a gradient.

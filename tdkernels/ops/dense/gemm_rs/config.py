@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
@@ -70,6 +71,8 @@ class GemmRsConfig:
             return f'method must be "fused", not {self.method!r}'
         if self.transport == "forward":  # it adds this rank's partial unrounded, so a row depends on the rank it is on
             return 'transport must be "direct" or "one_shot", not "forward"'
+        if invariant_ranks() and self.transport != "direct":
+            return f'with max_ranks, transport must be "direct", not {self.transport!r}'
         return None
 
 

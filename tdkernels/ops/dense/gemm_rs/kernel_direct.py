@@ -3,7 +3,7 @@
 The first ``num_gemm`` programs only multiply. They compute the tiles of all ranks in bundles, one bundle per tile of a
 shard: the tile of rank + 1, of rank + 2, ..., and last of this rank. Each tile, rounded to the dtype of z, goes to a
 slot in its owner's memory. So partials arrive at every rank during the whole kernel, from all peers at the same rate.
-The other programs add the arrived partials of a tile in fp32 and in rank order. A few of them run from the start; the
+The other programs add the arrived partials of a tile in fp32 (``add_partials``). A few of them run from the start; the
 rest start on the SMs that run out of tiles.
 
 The programs that multiply never wait, so their loop can be flattened: while a program stores a tile, the loads of its
@@ -70,8 +70,10 @@ def gemm_rs_direct_kernel(
     if first < num_gemm:
         # A void launch has no work items: a peer may still read the data of an earlier launch.
         last = tl.where(td.is_void_for_all(signal), first, tiles * RANKS)
-        # Not flattened in a trace: events of the next tile would be recorded before the end of this one.
-        for piece in tl.range(first, last, num_gemm, flatten=trace_ptr is None):
+        # Not flattened in a trace: events of the next tile would be recorded before the end of this one. And not with
+        # several leaves: each of them has a main loop.
+        FLAT: tl.constexpr = trace_ptr is None and PRODUCT.leaves <= 1
+        for piece in tl.range(first, last, num_gemm, flatten=FLAT):
             trace = (trace_ptr, piece)
             td.mark(trace, "starts")
             pid_m, pid_n = _place_of(piece // RANKS, tiles_m, tiles_n, group_m, RANKS)
@@ -104,6 +106,7 @@ def gemm_rs_direct_kernel(
                 ctx, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.out_bytes),
                 tl.cast(tiles, tl.int64) * (TILE * PRODUCT.out_bytes), half, None, z_ptr, bias_ptr,
                 pid_m * BLOCK_M, pid_n * BLOCK_N, begin, end, M_shard, N, SLICE, BLOCK_N, RANKS, PRODUCT.has_bias,
+                PRODUCT.leaves > 0,
             )
             td.mark(trace, "finishes")
             item = td.await_work_item(answer)

@@ -174,7 +174,8 @@ def gemm_rs(
         config: GemmRsConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z [M / W, N] in the dtype of x or ``out_dtype``, summed in fp32 in rank order. If the selected method is
+        z [M / W, N] in the dtype of x or ``out_dtype``, summed in fp32 in rank order, or in the batch-invariant mode
+        with ``max_ranks`` by a tree (see the guide on batch invariance). If the selected method is
         "torch", torch's reduce-scatter sums in its own order. If the group spans several nodes, the ranks of each node
         are summed first, then the sums of the nodes; the sums of other nodes are rounded to the dtype of x.
 
@@ -195,11 +196,13 @@ def gemm_rs(
         TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
             been launched.
         ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
+        ValueError: In the batch-invariant mode with ``max_ranks``, on every rank, if W is not a power of two of at most
+            ``max_ranks``, or K is not divisible by ``max_ranks`` times ``block_k`` of the tile.
         PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
             ``tdkernels.synchronize()``.
         RuntimeError: In a backward with ``create_graph=True``; if an operand with scales needs a gradient.
         NotImplementedError: If the group spans several nodes: with ``wire``, or for float8 with a config whose method
-            is not "torch".
+            is not "torch". For float8 in the batch-invariant mode with ``max_ranks``.
 
     Contract:
         Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a

@@ -71,7 +71,10 @@ def group_gemm_kernel(
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
     # Flattened: the first loads of a tile are in flight while the tile before is stored. Not with SwiGLU: flattened
     # loops with two accumulators took 1.1 to 1.5 times as long (H100). Without TMA and with scales it was not measured.
-    FLAT: tl.constexpr = PRODUCT.use_tma and PRODUCT.activation == NONE and PRODUCT.scaling == ""
+    # Not with several leaves: each of them has a main loop.
+    FLAT: tl.constexpr = (
+        PRODUCT.use_tma and PRODUCT.activation == NONE and PRODUCT.scaling == "" and PRODUCT.leaves <= 1
+    )
     for tile in tl.range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0), flatten=FLAT):
         expert, begin, end, row, pid_n = tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS, BLOCK_M)
         col = pid_n * BLOCK_N

@@ -147,6 +147,28 @@ def product(
     return made[0], made[1] if keep else None
 
 
+def linear_by_tree(
+    x: torch.Tensor, weight: torch.Tensor, leaves: int, config: "GroupGemmConfig", out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return x @ weight.T for x [M, K] and weight [N, K], where K is summed by a tree with ``leaves`` leaves.
+
+    See ``tile.grouped_tile``. There is one expert, which has all rows.
+    """
+    x, w = gemm_operands.rows_contiguous(x), weight_layout(weight.unsqueeze(0))[0]
+    splits = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    workspace = local_workspace_of(x.device)
+    key = "linear by tree", leaves, config, out_dtype, gemm_operands.dot_precision(x.dtype)
+
+    def prepare(x, w, splits):
+        y = output_spec(x, x.shape[0], w.shape[1], dtype=out_dtype)
+        args, constants, tiles = _arguments(x, w, splits, y, None, None, config, None)
+        constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves)
+        grid = (min(tiles.count(x.shape[0], w.shape[1]), gpu.resident_programs(x.device, tiles, x.dtype)),)
+        return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), [y], [])
+
+    return launch_cached(workspace, key, (x, w, splits), prepare)[0]
+
+
 def bind_product(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, config: "GroupGemmConfig | None",
     scales: Scales | None = None,

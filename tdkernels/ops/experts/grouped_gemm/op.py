@@ -23,6 +23,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.common.scaling import check_no_scales, check_scaled_call
 from tdkernels.ops.experts.grouped_gemm import dispatch, launch, scaled
+from tdkernels.ops.experts.grouped_gemm import tree as _tree  # noqa: F401  registers torch.ops.tdkernels.linear_by_tree
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref
 from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts, check_method, check_splits

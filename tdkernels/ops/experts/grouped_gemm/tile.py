@@ -5,7 +5,15 @@ from typing import NamedTuple
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import add_product, add_scaled, scaled_by_rows, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import (
+    add_product,
+    add_scaled,
+    pack_node,
+    scaled_by_rows,
+    store_rows,
+    swizzle,
+    unpack_node,
+)
 
 _COLUMNS = tl.constexpr(64)  # columns of a gradient's tile that are stored at a time
 
@@ -32,6 +40,7 @@ class GroupedProduct(NamedTuple):
         crosses_blocks: For "block": whether a tile of the second plane may begin inside a block of scales and end in
             the next one. Tiles of the first plane begin at multiples of block_n.
         imprecise_k: ``IMPRECISE_K`` of ``td.dot``.
+        leaves: Number of leaves of the reduction tree over K, see ``gemm_tile.Product``. 0: K is summed in one loop.
     """
 
     block_m: int
@@ -51,6 +60,7 @@ class GroupedProduct(NamedTuple):
     expert_scale_step: int = 0
     crosses_blocks: bool = False
     imprecise_k: int | None = None
+    leaves: int = 0
 
 
 @td.jit
@@ -125,11 +135,63 @@ def grouped_tile(
     With scaled operands, ``acc`` and ``second`` must be zero. ``x_scale`` points to the scales of the first row of the
     tile (``gemm_tile.scale_of_row``), ``w_scale`` to those of the expert (``scales_of_expert``); ``scaled_rows`` rows
     of the tile have scales.
+
+    With PRODUCT.leaves > 1 ``acc`` is the root of the reduction tree over K, not rounded; other nodes are rounded to
+    DTYPE. K must be divisible by the number of leaves times BLOCK_K. There is one plane, and there are no scales.
     """
+    if PRODUCT.leaves > 1:
+        tl.static_assert(PRODUCT.scaling == "" and not PRODUCT.pair)
+        leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+        acc = _grouped_tree(
+            acc, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+            0, leaf_k, DTYPE, PRODUCT, PRODUCT.leaves,
+        )
+    else:
+        acc, second = _grouped_loop(
+            acc, second, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+            0, K, DTYPE, PRODUCT, x_scale, scaled_rows, w_scale,
+        )
+    if PRODUCT.scaling == "row":
+        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
+        if PRODUCT.pair:
+            second = scaled_by_rows(second, x_scale, scaled_rows, w_scale, N + col, 2 * N, PRODUCT)
+    return acc, second
+
+
+@td.jit
+def _grouped_tree(
+    zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+    first_k, leaf_k, DTYPE: tl.constexpr, PRODUCT: tl.constexpr, LEAVES: tl.constexpr,
+):
+    """Return the sum of LEAVES leaves of the reduction tree, from column ``first_k`` on, see ``gemm_tile``."""
+    if LEAVES > 1:
+        HALF: tl.constexpr = LEAVES // 2
+        left = pack_node(_grouped_tree(
+            zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+            first_k, leaf_k, DTYPE, PRODUCT, HALF,
+        ), DTYPE)
+        right = _grouped_tree(
+            zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+            first_k + HALF * leaf_k, leaf_k, DTYPE, PRODUCT, HALF,
+        )
+        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+    else:
+        return _grouped_loop(
+            zeros, zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w,
+            N, K, first_k, first_k + leaf_k, DTYPE, PRODUCT, None, 0, None,
+        )[0]
+
+
+@td.jit
+def _grouped_loop(
+    acc, second, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
+    first_k, last_k, DTYPE: tl.constexpr, PRODUCT: tl.constexpr, x_scale, scaled_rows, w_scale,
+):
+    """``grouped_tile`` over columns ``first_k`` to ``last_k - 1``, without the scales of rows."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_K: tl.constexpr = PRODUCT.block_k
     plane = expert * (2 if PRODUCT.pair else 1)
-    for k in range(0, K, BLOCK_K):
+    for k in range(first_k, last_k, BLOCK_K):
         if PRODUCT.use_tma:
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
         else:
@@ -146,10 +208,6 @@ def grouped_tile(
             # The rows of the second plane are rows N to 2 * N - 1 of the expert's weight.
             CROSSES: tl.constexpr = PRODUCT.crosses_blocks
             second = _add(second, a, b, k, K, x_scale, scaled_rows, w_scale, N + col, 2 * N, PRODUCT, CROSSES)
-    if PRODUCT.scaling == "row":
-        acc = scaled_by_rows(acc, x_scale, scaled_rows, w_scale, col, N, PRODUCT)
-        if PRODUCT.pair:
-            second = scaled_by_rows(second, x_scale, scaled_rows, w_scale, N + col, 2 * N, PRODUCT)
     return acc, second
 
 

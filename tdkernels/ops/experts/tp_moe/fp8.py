@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant, reject_max_ranks
 from tdkernels.ops.collectives.op import all_gather
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
@@ -44,6 +44,7 @@ def fp8_configs(
     group: "dist.ProcessGroup", config: MoeTpConfig | None,
 ) -> Configs:
     """Return the Configs of a call of tp_moe with fp8 weights: the given one, or the default. Nothing is tuned."""
+    reject_max_ranks("tp_moe")
     if spans_nodes(group):
         reject_invariant("tp_moe", "a group on several nodes")
     check_invariant("tp_moe", config)

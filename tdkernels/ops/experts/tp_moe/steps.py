@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant, reject_max_ranks
 from tdkernels.autotune.selection import DEFAULT
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.collectives.op import all_gather, reduce_scatter
@@ -70,6 +70,7 @@ def choose_configs(
 
 def _choose_config(operator, config, sizes, layout, w, group, fields):
     """Return (config of the forward or None for the default, config of the backward or None)."""
+    reject_max_ranks(operator)
     if spans_nodes(group):
         reject_invariant(operator, "a group on several nodes")
     check_invariant(operator, config)

@@ -7,7 +7,7 @@ the config of the first call. The configs of the gradients are selected in the b
 
 import torch
 
-from tdkernels.autotune.invariance import batch_invariant, check_invariant, is_batch_invariant
+from tdkernels.autotune.invariance import batch_invariant, check_invariant, is_batch_invariant, reject_max_ranks
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.steps import (
@@ -49,6 +49,7 @@ def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text, invariant=
 @whole_call
 def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
     group, activation = torch_op.group_by_name(group), activation or None
+    reject_max_ranks("tp_moe")
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config, is_batch_invariant())
     if not x.shape[0]:
         return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
