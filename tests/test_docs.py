@@ -215,16 +215,20 @@ def test_attention_pages_show_the_output_of_their_programs(page, number, name):
     assert f"{ranks.on_ranks(2, run_function, programs[number], name)}\n" == outputs[number]
 
 
-def decode_paged_and_latent(paged, latent):
+def decode_paged_and_latent(paged, latent, fp8):
     case = Decode(2, 4, 2, 16, 9, page=4)
     case.check({"o": load_page(paged).decode_paged(*case.operands(), case.options["block_table"])})
     case = Decode(1, 3, 1, 576, 4, value_dim=512, latent=True, scale=192**-0.5)
     case.check({"o": load_page(latent).decode_latent(case.q, case.k_cache, case.lens)})
+    case = Decode(1, 3, 1, 576, 4, value_dim=512, latent=True, scales="tensor", rope=64, scale=192**-0.5)
+    scale = case.options["v_scale"] = case.options["k_scale"]
+    buffer = torch.cat([cache.view(torch.uint8) for cache in (case.k_cache, case.k_rope)], -1)
+    case.check({"o": load_page(fp8).decode_latent_fp8(case.q, buffer, case.lens, scale)})
 
 
 def test_flash_decode_page_decodes_paged_and_latent_caches():
-    paged, latent = (block for block in blocks(DECODING, "python") if "def decode_" in block)
-    ranks.on_ranks(2, decode_paged_and_latent, paged, latent)
+    functions = [block for block in blocks(DECODING, "python") if "def decode_" in block]
+    ranks.on_ranks(2, decode_paged_and_latent, *functions)
 
 
 # ---- README.md ----

@@ -1,6 +1,7 @@
 """Time flash_decode with latent caches (MLA): ``python -m bench.attention.latent``.
 
-q [B, H, 576], one cache [B, S, 1, 576] in bf16, values in its first 512 columns; eager and in CUDA graphs. Methods:
+q [B, H, 576], one cache [B, S, 1, 576] in bf16, values in its first 512 columns; eager and in CUDA graphs. With
+``--fp8``, these columns are e4m3, and the other ones are a cache of their own in bf16. Methods:
 
     split             FlashDecodeConfig(method="split") with blocks of 32 keys, 4 warps and 2 stages
     fused             method "fused" with its heuristic config
@@ -151,6 +152,7 @@ def _options(arguments):
     parser.add_argument("--nproc", type=int, help="number of ranks; default: all GPUs, 2 without GPUs")
     parser.add_argument("--shapes", nargs="+", metavar="BxHxS[xTq]", help="sequences x heads x keys x query tokens")
     parser.add_argument("--page", type=int, default=0, help="keys per block of paged caches; default: dense caches")
+    parser.add_argument("--fp8", action="store_true", help="caches in fp8, with rotary columns in bf16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, help="start no further shape after this time")
     parser.add_argument("--out", type=Path, help="folder for the rows")
@@ -166,7 +168,9 @@ def _options(arguments):
     if options.shapes and ranks > 1 and any(shape.queries > 1 for shape in shapes):
         parser.error("--shapes: several query tokens are measured on one rank only")
     shapes = [shape for shape in (REHEARSAL if device == "cpu" else shapes) if ranks == 1 or shape.queries == 1]
-    return options, ranks, device, [dataclasses.replace(shape, page=options.page) for shape in shapes]
+    return options, ranks, device, [
+        dataclasses.replace(shape, page=options.page, fp8=options.fp8) for shape in shapes
+    ]
 
 
 def main(arguments=None):

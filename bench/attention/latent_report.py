@@ -7,7 +7,7 @@ from bench.report.cells import factor, share, us
 _INTRO = """## Decoding with latent caches (MLA)
 
 Microseconds of `flash_decode` in bf16 with caches of 576 columns, whose first 512 are the values. All query heads read
-one head of the cache.
+one head of the cache. "fp8" caches have the first 512 columns in e4m3 with one scale, the others in bf16.
 
 - **keys** are those of one rank. **tokens**: query tokens per sequence.
 - **floor**: the larger of a copy that reads and writes together as many bytes as the cache has, and one cuBLAS GEMM
@@ -29,13 +29,13 @@ def text(rows):
 
 
 def _place(row):
-    return row["gpu"], row["num_gpus"], row["page"], row["graph"]
+    return row["gpu"], row["num_gpus"], row["page"], row.get("fp8", False), row["graph"]
 
 
 def _table(place, runs):
     """Return the table of runs {(heads, keys, batch, queries): {method: row}} on one machine."""
-    gpu, ranks, page, graph = place
-    cache = f"pages of {page} keys" if page else "dense caches"
+    gpu, ranks, page, fp8, graph = place
+    cache = (f"pages of {page} keys" if page else "dense caches") + ", fp8" * fp8
     title = f"flash_decode, latent, {cache}{', in CUDA graphs' * graph}, {ranks} x {gpu}"
     # On several ranks there is no floor and no method with 64 rows.
     measured = {method for run in runs.values() for method in run if tables.ms(run, method)}

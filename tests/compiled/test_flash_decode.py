@@ -60,7 +60,8 @@ def test_multinode_flash_decode_compiles(arch, name, ranks, nodes):
 @pytest.mark.parametrize("arch, name, dtype, ranks", [
     ("sm_80", "one token", BF16, 1), ("sm_89", "latent", BF16, 1), ("sm_90", "tokens, paged, fp8", BF16, 1),
     ("sm_90", "one token", BF16, 2), ("sm_90", "latent", FP16, 2), ("sm_100", "dense latent", BF16, 2),
-    ("gfx942", "one token", BF16, 2), ("gfx950", "latent", BF16, 1),
+    ("gfx942", "one token", BF16, 2), ("gfx950", "latent", BF16, 1), ("sm_89", "latent, fp8, rope", BF16, 1),
+    ("gfx942", "dense latent, fp8, rope", FP16, 1),
 ])
 def test_split_flash_decode_compiles(arch, name, dtype, ranks):
     launches = split_launches(name, arch, dtype, ranks, chunk_keys=1024 if ranks == 2 else 0)
@@ -87,6 +88,8 @@ def test_join_of_large_batches_compiles(batch, rows, ranks):
     ("dense latent", (32, 1, 128, 576), BF16, torch.int32, 0),
     ("dense latent", (1, 1, 16, 576), FP16, torch.int64, 1024),
     ("latent", (300, 3, 100, 576), BF16, torch.int64, 0),
+    ("latent, fp8, rope", (4, 2, 128, 576), BF16, torch.int32, 1024),
+    ("dense latent, fp8, rope", (32, 1, 128, 576), FP16, torch.int32, 0),
     pytest.param("latent", (4, 1, 128, 576), FP16, torch.int32, 1024, marks=thorough),
     pytest.param("dense latent", (300, 3, 100, 576), FP16, torch.int64, 0, marks=thorough),
 ], ids=str)

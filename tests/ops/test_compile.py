@@ -274,9 +274,9 @@ def opcheck_attention():
     q, lens = q[:, :2].contiguous(), torch.tensor([6, 3], dtype=torch.int32, device=device())
     for group_name in (group, ""):  # "": this rank alone
         cache = q, k, v, lens, None
-        o, _, lse = op("flash_decode")(*cache, None, None, 0.2, None, 4, True, group_name, "")
-        opcheck("flash_decode", *cache, None, None, 0.2, None, 4, True, group_name, "")
-        opcheck("flash_decode", *cache, None, None, 0.2, 5.0, None, False, group_name, "")
+        o, _, lse = op("flash_decode")(*cache, None, None, None, 0.2, None, 4, True, group_name, "")
+        opcheck("flash_decode", *cache, None, None, None, 0.2, None, 4, True, group_name, "")
+        opcheck("flash_decode", *cache, None, None, None, 0.2, 5.0, None, False, group_name, "")
         opcheck(
             "flash_decode_backward", None, torch.ones_like(lse), *cache, o, lse, True, False, True, 0.2, None, 4,
             group_name, "",

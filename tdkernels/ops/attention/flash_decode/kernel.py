@@ -102,26 +102,29 @@ def attend(
 
     Keys are loaded in two parts of D1 and D2 columns.
 
-    cache: (k_ptr, v_ptr, table_ptr, num_pages)
+    cache: from ``cache_of``
     strides: as for ``flash_decode_kernel``
-    options: (score scale, soft cap, window)
+    options: (score scale, soft cap, window, scale of k1 if k2 has a cache of its own)
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     D1: tl.constexpr = TILE.d1
     D2: tl.constexpr = TILE.d2
     DVP: tl.constexpr = TILE.padded_dv
-    k_ptr, v_ptr, table_ptr, num_pages = cache
-    stride_kb, stride_ks, _, stride_vb, stride_vs, _, _ = strides
-    score_scale, cap, window = options
+    k_ptr, v_ptr, rope_ptr, table_ptr, num_pages = cache
+    stride_kb, stride_ks, _, stride_vb, stride_vs, _, stride_rb, stride_rs, _, _ = strides
+    score_scale, cap, window, k1_scale = options
     WIDTH1: tl.constexpr = TILE.d if TILE.d < D1 else D1
     running_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight_sum = tl.full((BLOCK_M,), 0.0, tl.float32)
     acc = tl.full((BLOCK_M, DVP // 2 if CACHE.pairs else DVP), 0.0, tl.float32)
     acc_odd = acc if CACHE.pairs else 0
     q1, q1_odd = query_columns(q1, D1, CACHE.pairs)
+    # The second part of the keys is read like the first one, unless it has a cache of its own.
+    FP8_2: tl.constexpr = 0 if CACHE.rope else CACHE.fp8
+    PAIRS_2: tl.constexpr = CACHE.pairs and not CACHE.rope
     if D2:
-        q2, q2_odd = query_columns(q2, D2, CACHE.pairs)
+        q2, q2_odd = query_columns(q2, D2, PAIRS_2)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, stride_kb, stride_ks, CACHE.page)
@@ -129,8 +132,14 @@ def attend(
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         scores = add_scores(scores, q1, q1_odd, k1, CACHE.fp8, CACHE.pairs, TILE.precision)
         if D2:
-            k2 = cache_rows(k_ptr + D1, k_rows, there, TILE.d - D1, D2, CACHE.fp8, CACHE.pairs)
-            scores = add_scores(scores, q2, q2_odd, k2, CACHE.fp8, CACHE.pairs, TILE.precision)
+            if CACHE.rope:
+                if CACHE.scales:
+                    scores *= k1_scale
+                r_rows, r_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_rb, stride_rs, CACHE.page)
+                k2 = cache_rows(rope_ptr, r_rows, r_there, TILE.d - D1, D2, FP8_2, PAIRS_2)
+            else:
+                k2 = cache_rows(k_ptr + D1, k_rows, there, TILE.d - D1, D2, FP8_2, PAIRS_2)
+            scores = add_scores(scores, q2, q2_odd, k2, FP8_2, PAIRS_2, TILE.precision)
         scores = _capped(scores * score_scale, cap, TILE.soft_cap)
         visible = _attention_mask(keys, length, after, step, window, TILE.queries, TILE.window)
         if CACHE.page:
@@ -194,25 +203,34 @@ def num_blocks(length, skipped, BLOCK_N: tl.constexpr):
 
 
 @td.jit
-def cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
+def cache_of(k_ptr, v_ptr, rope_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
     """Return the argument ``cache`` of ``attend`` for one entry and head; strides as for ``flash_decode_kernel``."""
-    stride_kb, _, stride_kh, stride_vb, _, stride_vh, stride_table = strides
+    stride_kb, _, stride_kh, stride_vb, _, stride_vh, stride_rb, _, stride_rh, stride_table = strides
     from_entry = tl.where(CACHE.page == 0, entry.to(tl.int64), 0)
     return (
         k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
         v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
+        rope_ptr + from_entry * stride_rb + head.to(tl.int64) * stride_rh,
         table_ptr + entry.to(tl.int64) * stride_table, num_pages,
     )
 
 
 @td.jit
 def scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
-    """Return the factors of (scores, values), including the scales of an fp8 cache."""
-    scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
+    """Return the factors of (scores, values, scores of k1 before those of k2 are added).
+
+    They include the scales of an fp8 cache.
+    """
+    scale, one = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
     if CACHE.scales:
-        scale_k *= tl.load(k_scale_ptr + head * (CACHE.scales - 1))
+        scale_k = tl.load(k_scale_ptr + head * (CACHE.scales - 1))
         scale_v = tl.load(v_scale_ptr + head * (CACHE.scales - 1))
-    return scale_k, scale_v
+        if CACHE.rope:
+            return scale, scale_v, scale_k
+        else:
+            return scale * scale_k, scale_v, one
+    else:
+        return scale, one, one
 
 
 _NOT_SPECIALIZED = ["B", "heads", "capacity", "num_pages", "score_scale", "cap", "window", "plan"]
@@ -220,8 +238,8 @@ _NOT_SPECIALIZED = ["B", "heads", "capacity", "num_pages", "score_scale", "cap",
 
 @td.jit(do_not_specialize=_NOT_SPECIALIZED)
 def flash_decode_kernel(
-    ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
-    flags_ptr, B, heads, capacity, num_pages, score_scale, cap, window, plan, strides,
+    ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, rope_ptr, o_ptr, lse_ptr, lse2_ptr,
+    scratch_ptr, flags_ptr, B, heads, capacity, num_pages, score_scale, cap, window, plan, strides,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr, NUMBERS: tl.constexpr,
     NODES: tl.constexpr = 1, CHUNK: tl.constexpr = 0, trace_ptr=None,
 ):
@@ -234,8 +252,9 @@ def flash_decode_kernel(
     Scratch memory holds partial tiles as (o, lse), like a half. Flag ``tile`` counts the parts of a tile, or its groups
     of parts, that are stored there. The flags of groups come after the flags of tiles.
 
+    rope_ptr: with CACHE.rope, the columns of the keys after the first D1; otherwise any pointer
     flags_ptr: flags of a single rank, which has no workspace
-    strides: (batch, sequence, head) of k, then of v, then the row stride of the block table
+    strides: (batch, sequence, head) of k, of v and of the rope columns, then the row stride of the block table
     BP: B, rounded up to a power of two
     TILE: a ``DecodeTile``
     CACHE: a ``CacheForm``
@@ -246,6 +265,7 @@ def flash_decode_kernel(
     DVP: tl.constexpr = TILE.padded_dv
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
+    FP8_2: tl.constexpr = 0 if CACHE.rope else CACHE.fp8
     ROWS: tl.constexpr = rows_at_a_time(RP, DVP, parts_at_a_time(DVP, NUMBERS), NUMBERS)  # rows merged at a time
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TILE.queries > 1 or TILE.window)
     pid = tl.program_id(0)
@@ -303,14 +323,14 @@ def flash_decode_kernel(
         is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
         query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
         q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
-        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
-        scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
+        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, FP8_2) if TILE.d2 else q1
+        scale_k, scale_v, scale_k1 = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
         turn = TURNS_BEFORE_TILES + TURNS_OF_TILE * (tile - first_tile)
         td.mark(trace, "multiplies", NO_PEER, turn)
-        cache = cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
+        cache = cache_of(k_ptr, v_ptr, rope_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
         o, lse = attend(
             q1, q2, cache, strides, skipped + first_block, skipped + past_block, length, other_keys,
-            tl.where(is_row, row // TILE.group, -1), (scale_k, cap, window), TILE, CACHE,
+            tl.where(is_row, row // TILE.group, -1), (scale_k, cap, window, scale_k1), TILE, CACHE,
         )
         o *= scale_v
         td.mark(trace, "stores", NO_PEER, turn + 1)

@@ -44,7 +44,7 @@ def flash_decode_backward_kernel(
         after_ptr: Number of keys on later ranks, [B].
         delta_ptr: rowsum(do * o), minus the gradient of lse if there is one, [B, TQ, heads * G].
         dq_ptr: fp32, initialized with zeros.
-        strides: As for ``flash_decode_kernel``.
+        strides: (batch, sequence, head) of k, then of v, then the row stride of the block table.
         TILE: As for ``flash_decode_kernel``.
     """
     BLOCK_M: tl.constexpr = TILE.block_m

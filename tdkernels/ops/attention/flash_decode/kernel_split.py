@@ -52,8 +52,8 @@ def _parts_of_tile(B, shares, slots, CHUNK: tl.constexpr):
 
 @td.jit(do_not_specialize=["B", "heads", "capacity", "num_pages", "shares", "slots", "score_scale", "cap"])
 def flash_decode_parts_kernel(
-    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, scratch_ptr, B, heads, capacity, num_pages,
-    shares, slots, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, rope_ptr, scratch_ptr, B, heads, capacity,
+    num_pages, shares, slots, score_scale, cap, strides, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
     CHUNK: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):
     """Store o [RP, DVP] and lse [RP] to base 2 of the parts of all tiles, in fp32.
@@ -84,7 +84,8 @@ def flash_decode_parts_kernel(
     rows_m = tl.arange(0, TILE.block_m)
     row = block_r * RP + rows_m
     is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
-    scale_k, scale_v = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
+    scale_k, scale_v, scale_k1 = scales_of(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
+    FP8_2: tl.constexpr = 0 if CACHE.rope else CACHE.fp8
     parts_of_tile = _parts_of_tile(B, shares, slots, CHUNK)
     parts = tl.cast(tiles_of_entry, tl.int64) * parts_of_tile
     while pos < end:
@@ -95,11 +96,11 @@ def flash_decode_parts_kernel(
         first_block, past_block = blocks_of_part(pos - first, stop - first, blocks, CHUNK)
         query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
         q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
-        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
-        cache = cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
+        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, FP8_2) if TILE.d2 else q1
+        cache = cache_of(k_ptr, v_ptr, rope_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
         o, lse = attend(
             q1, q2, cache, strides, first_block, past_block, length, 0, tl.where(is_row, row // TILE.group, -1),
-            (scale_k, cap, 0), TILE, CACHE,
+            (scale_k, cap, 0, scale_k1), TILE, CACHE,
         )
         of_tile = entry * slots + pos - first if CHUNK > 0 else entry + share
         number = tl.cast(which, tl.int64) * parts_of_tile + of_tile

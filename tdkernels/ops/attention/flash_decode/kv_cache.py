@@ -76,6 +76,7 @@ class CacheForm(NamedTuple):
         pairs: Whether columns are read in pairs.
         value_is_key: Whether the values are the first columns of the keys.
         scales: Scales of an fp8 cache: 0 for none, 1 for one per tensor, 2 for one per head.
+        rope: Whether the second part of the keys has a cache of its own, which is neither fp8 nor scaled.
     """
 
     page: int
@@ -83,6 +84,7 @@ class CacheForm(NamedTuple):
     pairs: bool
     value_is_key: bool
     scales: int
+    rope: bool = False
 
 
 # ---- loads ----

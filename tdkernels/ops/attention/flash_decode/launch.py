@@ -22,6 +22,7 @@ from tdkernels.ops.attention.flash_decode.kv_cache import (
     CacheForm,
     DecodeTile,
 )
+from tdkernels.ops.attention.flash_decode.operands import Operands
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
@@ -76,15 +77,21 @@ _shape = functools.lru_cache(1024)(DecodeShape)  # cached because a call needs i
 
 
 def shape_of(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor | None = None
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
 ) -> DecodeShape:
     """Return the DecodeShape of operands with q [B, Tq, Hq, D]."""
     batch, queries, q_heads, d = q.shape
     heads = k_cache.shape[2]
     return _shape(
         batch, queries, heads, q_heads // heads, d, v_cache.shape[3], k_cache.element_size(),
-        value_is_key(k_cache, v_cache), block_table is not None,
+        value_is_key(k_cache, v_cache), block_table is not None, 0 if k_rope is None else k_rope.element_size(),
     )
+
+
+def shape_of_call(operands: Operands) -> DecodeShape:
+    """Return the DecodeShape of the operands of a call."""
+    return shape_of(operands.q, operands.k_cache, operands.v_cache, operands.block_table, operands.k_rope)
 
 
 def half_sizes(shape: DecodeShape, ranks: int, nodes: int) -> tuple[int, int]:
@@ -156,23 +163,25 @@ def _turns(shape, config, capacity, programs):
     return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
 
 
-def as_read(cache):
-    """Return a float8 cache as uint8, since not all GPUs support float8; other caches unchanged."""
-    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+def as_read(operands: Operands) -> Operands:
+    """Return operands with float8 caches as uint8, since not all GPUs support float8; others unchanged."""
+    if operands.k_cache.dtype != FP8:
+        return operands
+    caches = operands.k_cache.view(torch.uint8), operands.v_cache.view(torch.uint8)
+    return operands._replace(k_cache=caches[0], v_cache=caches[1])
 
 
 def compile(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, options: tuple, world_size: int, num_nodes: int, config: "FlashDecodeConfig",
+    operands: Operands, options: tuple, world_size: int, num_nodes: int, config: "FlashDecodeConfig"
 ) -> None:
     """Compile the kernel that ``launch`` would launch for these operands into Triton's cache, without launching it."""
-    shape = config.tiled(shape_of(q, k_cache, v_cache, block_table))
+    q, shape = operands.q, config.tiled(shape_of_call(operands))
     ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
     flags = None if ctx is not None else local_flags(q.device, 1)
     lse = q.new_empty(1, dtype=torch.float32)
     args, constants = arguments(
-        ctx, q, as_read(k_cache), as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
-        shape, fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
+        ctx, as_read(operands), (q, lse, None), lse, flags, shape, fp8_kind(operands.k_cache), config, options, 0,
+        world_size, num_nodes, 1,
     )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -182,15 +191,13 @@ def _kernel(num_nodes):
 
 
 def launch(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
-    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None", keep: bool = False,
+    operands: Operands, options: tuple, group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None",
+    keep: bool = False,
 ) -> Any:
     """Launch the forward kernel on validated operands.
 
     Args:
-        q: [B, Tq, Hq, D].
-        scales: (k_scale, v_scale) or None.
+        operands: The tensors of the call.
         options: (scale, soft_cap, window).
         group: None for a single rank.
         keep: Whether to return lse to base 2 as well, which the backward needs.
@@ -198,29 +205,27 @@ def launch(
     Returns:
         A sequence (o [B, Tq, Hq, Dv], lse [B, Tq, Hq], lse to base 2 [B, Tq, Hq] if ``keep`` else None).
     """
+    q = operands.q
     if not q.numel():
-        shape = shape_of(q, k_cache, v_cache, block_table)
+        shape = shape_of_call(operands)
         check_consensus(q, shape, options, group, config or fused_config(shape, q.device))
         return [None if output is None else torch.empty_like(output, device=q.device)
                 for output in outputs_of(q, shape, keep)]
-    operands = q, as_read(k_cache), as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
-    o, lse, *kept, _ = launch_cached(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
+    kind = fp8_kind(operands.k_cache)
+    o, lse, *kept, _ = launch_cached(*_call(as_read(operands), kind, options, group, config, keep))
     return o, lse, *(kept or [None])  # type: ignore[list-item]
 
 
 def bind_call(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
-    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None",
+    operands: Operands, options: tuple, group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None"
 ) -> Launch | None:
-    """Return the Launch that ``launch`` uses for these operands, which are contiguous except for the caches.
+    """Return the Launch that ``launch`` uses for these operands.
 
     The result is None for an empty batch, for fp8 caches, which are passed as views, and for a single rank, because its
     flags belong to one stream.
     """
-    if group is None or group.size() == 1 or not q.numel() or k_cache.dtype == FP8:
+    if group is None or group.size() == 1 or not operands.q.numel() or operands.k_cache.dtype == FP8:
         return None
-    operands = q, k_cache, v_cache, kv_lens, block_table, *(scales or (None, None))
     return bind(*_call(operands, FP8_NONE.value, options, group, config, False))[0]
 
 
@@ -232,20 +237,19 @@ def workspace_of(q: torch.Tensor, group: "dist.ProcessGroup | None") -> tuple[An
 
 
 def _call(operands, kind, options, group, config, keep):
-    """Return the arguments of ``launch_cached``. Caches are from ``as_read``."""
+    """Return the arguments of ``launch_cached``. Operands are from ``as_read``."""
     q, k_cache, v_cache, *_ = operands
     workspace, alone = workspace_of(q, group)
     key = config, options, keep, kind, value_is_key(k_cache, v_cache), precision_of(q)
-    return workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
+    return workspace, key, operands, lambda *of: _prepare(workspace, alone, Operands(*of), kind, options, config, keep)
 
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):
-    """Return the Launch of a call. Caches are from ``as_read``."""
-    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
-    shape = shape_of(q, k_cache, v_cache, block_table)
+    """Return the Launch of a call. Operands are from ``as_read``."""
+    q, shape = operands.q, shape_of_call(operands)
     config = config or fused_config(shape, q.device)
     shape = config.tiled(shape)
-    capacity = capacity_of(k_cache, block_table)
+    capacity = operands.capacity()
     programs = num_programs(config, shape, capacity, q.device)
     shares = _num_shares(shape, config, programs, capacity)
     ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
@@ -263,10 +267,8 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
         )
         ctx = workspace.ctx
     outputs, scratch = outputs_of(q, shape, keep), _scratch(q, shape, shares)
-    scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
-        ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
-        plan, ranks, nodes, programs, capacity,
+        ctx, operands, outputs, scratch, flags, shape, kind, config, options, plan, ranks, nodes, programs
     )
     constants["trace_ptr"] = recorder.buffer(q.device, programs, _turns(shape, config, capacity, programs))
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
@@ -294,41 +296,43 @@ def strides_of(
     return *k_cache.stride()[:3], *v_cache.stride()[:3], 0 if block_table is None else block_table.stride(0)
 
 
-def cache_arguments(q, k_cache, v_cache, block_table, scales, shape, kind, config, options):
-    """Return (num_pages, score_scale, cap, strides, {"TILE": …, "CACHE": …}), arguments of the portable kernels.
+def cache_arguments(operands, shape, kind, config, options):
+    """Return (operands, num_pages, score_scale, cap, strides, {"TILE": …, "CACHE": …}) for the portable kernels.
 
     Arguments as for ``arguments``.
     """
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope = operands
     scale, soft_cap, _ = options
-    paged = block_table is not None
-    scale_kind = 0 if scales is None else 1 if scales[0].numel() == 1 else 2
+    paged, has_rope = block_table is not None, k_rope is not None
+    scale_kind = 0 if k_scale is None else 1 if k_scale.numel() == 1 else 2
     pairs = kind != FP8_NONE.value and in_pairs(shape, k_cache, v_cache)
     forms = {
         "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
-        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
+        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind, has_rope),
     }
-    return (
-        k_cache.shape[0] if paged else 0, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value,
-        strides_of(k_cache, v_cache, block_table), forms,
+    # A pointer that is not used cannot be None, because Triton rejects functions that return None.
+    given = (
+        q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale,
+        k_rope if has_rope else k_cache,
     )
+    *of_caches, of_table = strides_of(k_cache, v_cache, block_table)
+    strides = *of_caches, *(k_rope.stride()[:3] if has_rope else (0, 0, 0)), of_table
+    score_scale, cap = scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value
+    return given, k_cache.shape[0] if paged else 0, score_scale, cap, strides, forms
 
 
 def arguments(
-    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
-    plan, ranks, nodes, programs, capacity,
+    ctx, operands, outputs, scratch, flags, shape, kind, config, options, plan, ranks, nodes, programs
 ):
     """Return (args, constants) of the kernel. A single rank passes ``flags`` instead of ``ctx``.
 
-    ``kind`` is the ``fp8_kind`` of the caches, ``scales`` is (k_scale, v_scale) or None, ``options`` is (scale,
-    soft_cap, window), and ``outputs`` is (o, lse, lse to base 2 or None).
+    ``operands`` are from ``as_read``, ``kind`` is the ``fp8_kind`` of the caches, ``options`` is (scale, soft_cap,
+    window), and ``outputs`` is (o, lse, lse to base 2 or None).
     """
-    table = kv_lens if block_table is None else block_table
-    num_pages, score_scale, cap, strides, forms = cache_arguments(
-        q, k_cache, v_cache, block_table, scales, shape, kind, config, options
-    )
+    given, num_pages, score_scale, cap, strides, forms = cache_arguments(operands, shape, kind, config, options)
     args = (
-        ctx, q, k_cache, v_cache, kv_lens, table, *(scales or (None, None)), *outputs, scratch, flags, shape.batch,
-        shape.heads, capacity, num_pages, score_scale, cap, options[2] or 0, plan, strides,
+        ctx, *given, *outputs, scratch, flags, shape.batch,
+        shape.heads, operands.capacity(), num_pages, score_scale, cap, options[2] or 0, plan, strides,
     )
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), **forms, "NUMBERS": NUMBERS_OF_WARP * config.num_warps,

@@ -24,6 +24,7 @@ from tdkernels.ops.attention.flash_decode.config import (
 )
 from tdkernels.ops.attention.flash_decode.kernel_split import flash_decode_join_kernel, flash_decode_parts_kernel
 from tdkernels.ops.attention.flash_decode.kernel_work import MAX_CHUNKS
+from tdkernels.ops.attention.flash_decode.operands import Operands
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -96,15 +97,17 @@ def _latent_kernel():
     return latent_kernel
 
 
-def _uses_latent_kernel(q, k_cache, shape, options):
+def _uses_latent_kernel(operands, shape, options):
     """Return whether ``latent_kernel`` computes the parts of a call: the cache has its form, and TMA can address it."""
-    scale, soft_cap, _ = options
+    q, k_cache, k_rope, (scale, soft_cap, _) = operands.q, operands.k_cache, operands.k_rope, options
     if shape.paged and k_cache.shape[1] % LATENT_BLOCK:
         return False
     if scale <= 0 or soft_cap is not None or not has_latent_kernel(shape, q.device) or _latent_kernel() is None:
         return False
-    is_addressable = q.data_ptr() % 16 == 0 and k_cache.data_ptr() % 16 == 0 and k_cache.numel() > 0
-    return is_addressable and all(stride > 0 and stride % 8 == 0 for stride in k_cache.stride()[:2])
+    caches = [k_cache] if k_rope is None else [k_cache, k_rope]
+    strides = [stride * cache.element_size() for cache in caches for stride in cache.stride()[:2]]
+    addresses = [tensor.data_ptr() for tensor in (q, *caches)]
+    return k_cache.numel() > 0 and min(strides) > 0 and not any(number % 16 for number in (*addresses, *strides))
 
 
 def _overlaps(device):
@@ -150,51 +153,38 @@ class PairOfLaunches:
 
 
 def launch(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
-    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig", keep: bool = False,
+    operands: Operands, options: tuple, group: "dist.ProcessGroup | None", config: "FlashDecodeConfig",
+    keep: bool = False,
 ) -> Any:
     """Launch both kernels on validated operands of a call that ``supports`` accepts. As ``launch.launch``."""
-    operands = (
-        q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, *(scales or (None, None)),
-    )
-    o, lse, *kept = _pair_of(operands, launcher.fp8_kind(k_cache), options, group, config, keep)(operands)
+    kind, operands = launcher.fp8_kind(operands.k_cache), launcher.as_read(operands)
+    o, lse, *kept = _pair_of(operands, kind, options, group, config, keep)(operands)
     return o, lse, *(kept or [None])  # type: ignore[list-item]
 
 
 def bind_call(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
-    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig",
+    operands: Operands, options: tuple, group: "dist.ProcessGroup | None", config: "FlashDecodeConfig"
 ) -> PairOfLaunches | None:
-    """Return the launches that ``launch`` uses for these operands, which are contiguous except for the caches.
+    """Return the launches that ``launch`` uses for these operands.
 
     The result is None for fp8 caches, which are passed as views.
     """
-    if k_cache.dtype == launcher.FP8:
+    if operands.k_cache.dtype == launcher.FP8:
         return None
-    operands = q, k_cache, v_cache, kv_lens, block_table, *(scales or (None, None))
     return _pair_of(operands, launcher.FP8_NONE.value, options, group, config, False)
 
 
-def compile(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, options: tuple, config: "FlashDecodeConfig",
-) -> None:
+def compile(operands: Operands, options: tuple, config: "FlashDecodeConfig") -> None:
     """Compile the kernel that computes parts for these operands into Triton's cache, without launching it.
 
     ``latent_kernel`` is not compiled in advance, because only one candidate of the tuner runs it.
     """
-    shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
-    if _uses_latent_kernel(q, k_cache, shape, options):
+    q, shape = operands.q, config.tiled(launcher.shape_of_call(operands))
+    if _uses_latent_kernel(operands, shape, options):
         return
-    scratch = q.new_empty(1, dtype=torch.float32)
-    operands = (
-        q, launcher.as_read(k_cache), launcher.as_read(v_cache), kv_lens, block_table, None, None, scratch,
-    )
-    capacity = launcher.capacity_of(k_cache, block_table)
-    parts = _divide_work(shape, False, capacity, config, q.device)
-    args, constants = _parts_arguments(operands, launcher.fp8_kind(k_cache), options, shape, parts, config, capacity)
+    scratch, kind = q.new_empty(1, dtype=torch.float32), launcher.fp8_kind(operands.k_cache)
+    parts = _divide_work(shape, False, operands.capacity(), config, q.device)
+    args, constants = _parts_arguments(launcher.as_read(operands), scratch, kind, options, shape, parts, config)
     flash_decode_parts_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -208,7 +198,7 @@ def _pair_of(operands, kind, options, group, config, keep):
     )
     pair = workspace.launches[key]
     if pair is None:
-        detached = [None if operand is None else operand.detach() for operand in operands]
+        detached = Operands(*(None if operand is None else operand.detach() for operand in operands))
         pair = _prepare(workspace, alone, detached, kind, options, config, keep)
         workspace.launches[key] = pair  # in the current cache: ``_prepare`` may have replaced the buffer
     return pair
@@ -216,15 +206,15 @@ def _pair_of(operands, kind, options, group, config, keep):
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):
     """Return the PairOfLaunches of a call. The first call of several ranks with a config checks that they agree."""
-    q, k_cache, v_cache, kv_lens, block_table, *_ = operands
-    shape = config.tiled(launcher.shape_of(q, k_cache, v_cache, block_table))
-    capacity = launcher.capacity_of(k_cache, block_table)
-    latent = _uses_latent_kernel(q, k_cache, shape, options)
+    q, kv_lens = operands.q, operands.kv_lens
+    shape = config.tiled(launcher.shape_of_call(operands))
+    capacity = operands.capacity()
+    latent = _uses_latent_kernel(operands, shape, options)
     parts = _divide_work(shape, latent, capacity, config, q.device)
     scratch = output_spec(q, parts.scratch_size(shape), dtype=torch.float32)
     fields = None if alone else with_config(launcher.problem_fields(q, shape, options), config)
     return PairOfLaunches(
-        _prepare_parts((*operands, scratch), kind, options, shape, parts, config, capacity),
+        _prepare_parts(operands, scratch, kind, options, shape, parts, config),
         _prepare_join(workspace, fields, (scratch, kv_lens), q, shape, parts, capacity, keep),
         parts.scratch_size(shape), latent,
     )
@@ -233,59 +223,63 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
 # ---- the first launch ----
 
 
-def _prepare_parts(operands, kind, options, shape, parts, config, capacity):
+def _prepare_parts(operands, scratch, kind, options, shape, parts, config):
     """Return the Launch of the kernel that computes the parts."""
     if parts.latent:
-        q, k_cache, _, kv_lens, block_table, *_, scratch = operands
         kernel = _latent_kernel()
-        args, constants = _latent_arguments(
-            q, k_cache, kv_lens, block_table, scratch, options[0], shape, parts, capacity
-        )
+        args, constants = _latent_arguments(operands, scratch, options[0], shape, parts)
     else:
         kernel = flash_decode_parts_kernel
-        args, constants = _parts_arguments(operands, kind, options, shape, parts, config, capacity)
-    grid = (parts.shares * parts.tiles,)
-    return Launch(local_workspace_of(operands[0].device), kernel, grid, args, constants, operands, [], [])
+        args, constants = _parts_arguments(operands, scratch, kind, options, shape, parts, config)
+    grid, workspace = (parts.shares * parts.tiles,), local_workspace_of(operands.q.device)
+    return Launch(workspace, kernel, grid, args, constants, (*operands, scratch), [], [])
 
 
-def _parts_arguments(operands, kind, options, shape, parts, config, capacity):
+def _parts_arguments(operands, scratch, kind, options, shape, parts, config):
     """Return (args, constants) of ``flash_decode_parts_kernel``."""
-    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scratch = operands
-    scales = None if k_scale is None else (k_scale, v_scale)
-    num_pages, score_scale, cap, strides, forms = launcher.cache_arguments(
-        q, k_cache, v_cache, block_table, scales, shape, kind, config, options
+    given, num_pages, score_scale, cap, strides, forms = launcher.cache_arguments(
+        operands, shape, kind, config, options
     )
     args = (
-        q, k_cache, v_cache, kv_lens, kv_lens if block_table is None else block_table, k_scale, v_scale, scratch,
-        shape.batch, shape.heads, capacity, num_pages, parts.shares, parts.slots, score_scale, cap, strides,
+        *given, scratch, shape.batch, shape.heads, operands.capacity(), num_pages, parts.shares, parts.slots,
+        score_scale, cap, strides,
     )
     constants = {
-        "BP": next_power_of_2(shape.batch), **forms, "CHUNK": parts.chunk, "PDL": _overlaps(q.device),
+        "BP": next_power_of_2(shape.batch), **forms, "CHUNK": parts.chunk, "PDL": _overlaps(operands.q.device),
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }
     return args, constants
 
 
-def _latent_arguments(q, k_cache, kv_lens, block_table, scratch, scale, shape, parts, capacity):
+def _latent_arguments(operands, scratch, scale, shape, parts):
     """Return (args, constants) of ``latent_kernel``."""
+    q, k_cache, _, kv_lens, block_table, k_scale, v_scale, k_rope = operands
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    swizzled = functools.partial(gl.NVMMASharedLayout, swizzle_byte_width=128, element_bitwidth=16)
-    sizes, strides = [*k_cache.shape[:2], LATENT_D], [*k_cache.stride()[:2], 1]
-    blocks = [[1, LATENT_BLOCK, width] for width in (LATENT_DV // 2, LATENT_D - LATENT_DV)]
-    latent, rotary = (TensorDescriptor(k_cache, sizes, strides, block, swizzled(rank=3)) for block in blocks)
-    rows = shape.batch * shape.rows
-    queries = TensorDescriptor(q, [rows, LATENT_D], [LATENT_D, 1], [LATENT_ROWS, LATENT_DV // 2], swizzled(rank=2))
+    def described(tensor, sizes, strides, block):
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(block))
+        return TensorDescriptor(tensor, sizes, strides, block, layout)
+
+    def keys(cache, width):
+        sizes, strides = [*cache.shape[:2], cache.shape[3]], [*cache.stride()[:2], 1]
+        return described(cache, sizes, strides, [1, LATENT_BLOCK, width])
+
+    rotary = keys(k_cache if k_rope is None else k_rope, LATENT_D - LATENT_DV)
+    queries = described(
+        q, [shape.batch * shape.rows, LATENT_D], [LATENT_D, 1], [LATENT_ROWS, LATENT_DV // 2]
+    )
     table = (kv_lens, 0, 0) if block_table is None else (block_table, block_table.stride(0), k_cache.shape[0])
     lse_at = parts.tiles * parts.of_tile(shape) * parts.rows * shape.padded_dv
     args = (
-        q, latent, rotary, queries, kv_lens, *table, scratch, lse_at, scale * LOG2_E.value, shape.batch, capacity,
-        parts.shares, parts.slots, parts.tiles,
+        q, keys(k_cache, LATENT_DV // 2), rotary, queries, kv_lens, *table, k_scale, v_scale, scratch, lse_at,
+        scale * LOG2_E.value, shape.batch, operands.capacity(), parts.shares, parts.slots, parts.tiles,
     )
     constants = {
         "TQ": shape.queries, "GROUP": shape.group, "BP": next_power_of_2(shape.batch),
-        "PAGE": 0 if block_table is None else k_cache.shape[1], "CHUNK": parts.chunk, "num_warps": 4,
+        "PAGE": 0 if block_table is None else k_cache.shape[1], "CHUNK": parts.chunk,
+        "FP8": (1 if k_scale is None else 2) if shape.cache_bytes == 1 else 0,
+        "ROPE_AT": LATENT_DV if k_rope is None else 0, "num_warps": 4,
     }
     return args, constants
 

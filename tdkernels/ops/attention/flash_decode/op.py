@@ -26,18 +26,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tdkernels.autotune.invariance import check_invariant, without_invariance
+from tdkernels.autotune.invariance import check_invariant, reject_max_ranks, without_invariance
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode import launch_backward, launch_split, torch_attention
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
-from tdkernels.ops.attention.flash_decode.reference import (
-    dense_cache,
-    keys_after,
-    keys_in_cache,
-    lengths_of,
-    scores_of,
-)
+from tdkernels.ops.attention.flash_decode.operands import Operands
+from tdkernels.ops.attention.flash_decode.reference import keys_after, lengths_of
 from tdkernels.ops.attention.flash_decode.validation import FP8, check, check_values
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.collectives.op import all_reduce
@@ -56,21 +51,19 @@ if TYPE_CHECKING:
 
 
 def forward(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None,
-    options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None",
+    operands: Operands, options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None",
     config: FlashDecodeConfig | None, keep: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run the forward with the method of the config, and return (o, lse, lse to base 2 if ``keep`` else None).
 
     ``options`` is (scale, soft_cap, window). ``group`` is None for a single rank. The backward needs lse to base 2.
     """
-    check_values(k_cache, kv_lens, block_table)
+    check_values(operands.k_cache, operands.kv_lens, operands.block_table)
     if config is None or config.method != "torch":
-        module, config = _module_of(config, q, options, group)
-        return module.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
-    launcher.check_consensus(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
-    o, lse = torch_attention.attend(q, k_cache, v_cache, kv_lens, block_table, scales, options, group)
+        module, config = _module_of(config, operands.q, options, group)
+        return module.launch(operands, options, group, config, keep)
+    launcher.check_consensus(operands.q, launcher.shape_of_call(operands), options, group, config)
+    o, lse = torch_attention.attend(operands, options, group)
     return o, lse, lse * LOG2_E.value if keep else None
 
 
@@ -83,12 +76,12 @@ def _module_of(config, q, options, group):
     return launcher, replace(config, method="fused")  # not the default of the shape, which can differ between ranks
 
 
-def _resolve_config(q, k_cache, v_cache, block_table, options, group, config):
+def _resolve_config(operands, options, group, config):
     """Return ``config``, or select one if it is None. The result is None for an empty batch."""
     check_invariant("flash_decode", config)
-    if config is None:
-        config = _select_config(q, k_cache, v_cache, block_table, options, group)
-    return config
+    if _peers(group) is not None:
+        reject_max_ranks("flash_decode", "a cache that is divided among ranks")
+    return _select_config(operands, options, group) if config is None else config
 
 
 def _peers(group):
@@ -113,13 +106,13 @@ def _by_name(group, config):
 
 
 def _forward(
-    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope, scale, soft_cap, window, keep, group, config
 ):
-    scales = None if k_scale is None else (k_scale, v_scale)
+    operands = Operands(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope)
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    config, group = _resolve_config(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
-    o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+    config, group = _resolve_config(operands, options, group, config), _peers(group)
+    o, lse, kept = forward(operands, options, group, config, keep)
     return o, lse, lse.new_empty(0) if kept is None else kept
 
 
@@ -130,7 +123,8 @@ def _backward(
 ):
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    config, group = _resolve_config(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
+    operands = Operands(q, k_cache, v_cache, kv_lens, block_table)
+    config, group = _resolve_config(operands, options, group, config), _peers(group)
     by_torch = config is not None and config.method == "torch"
     do = torch.zeros_like(o) if do is None else do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
@@ -138,9 +132,7 @@ def _backward(
         delta = delta - dlse
     after = keys_after(lengths_of(kv_lens, k_cache, block_table).int(), q.shape[1], window, group)
     if by_torch:
-        dq, dk, dv = _torch_gradients(
-            q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, options
-        )
+        dq, dk, dv = torch_attention.gradients(operands, after, do.float(), lse, delta, options)
     else:
         shape = launcher.shape_of(q, k_cache, v_cache)
         dq, dk, dv = launch_backward.launch(
@@ -153,24 +145,6 @@ def _backward(
     if need_dv:
         dv = _in_cache_layout(dv, v_cache, block_table)
     return pack_gradients((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
-
-
-@torch.enable_grad()
-def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, options):
-    """Return (dq, dk, dv) as the backward kernel does, computed by autograd of a scalar function.
-
-    The function treats lse, to base 2, as a constant. Its gradients are those of attention.
-    """
-    inputs = q.float(), dense_cache(k_cache, block_table, None), dense_cache(v_cache, block_table, None)
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-    lens = lengths_of(kv_lens, k_cache, block_table)
-    in_cache = keys_in_cache(lens, k_cache, block_table)
-    scores = scores_of(q, k, lens, in_cache, after, *options)
-    lse = lse.view(scores.shape[:-1])
-    weights = torch.exp2(scores * LOG2_E.value - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(in_cache[..., None, None], v, 0.0))
-    total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
-    return torch.autograd.grad(total, (q, k, v))
 
 
 def _in_cache_layout(gradient, cache, block_table):
@@ -192,7 +166,7 @@ _OPTIONS = "float scale, float? soft_cap, int? window"
 
 
 def _fake_flash_decode(
-    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope, scale, soft_cap, window, keep, group, config
 ):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v_cache.shape[3]), lse, lse.new_empty(lse.shape if keep else (0,))
@@ -206,8 +180,8 @@ def _fake_flash_decode_backward(
 
 
 torch_op.register(
-    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, {_OPTIONS}, bool keep, str group, str config)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, Tensor? k_rope, {_OPTIONS}, bool keep, str group,"
+    " str config) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_flash_decode,
 )
@@ -221,10 +195,10 @@ torch_op.register(
 
 class _FlashDecode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, *call):
+    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, scale, soft_cap, window, *call):
         options = scale, soft_cap, window
         o, lse, kept = torch.ops.tdkernels.flash_decode(
-            q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, *options, True, *call
+            q, k_cache, v_cache, kv_lens, block_table, None, None, None, *options, True, *call
         )
         ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
         ctx.call = *options, *call
@@ -236,47 +210,47 @@ class _FlashDecode(torch.autograd.Function):
         autograd.reject_second_derivatives("flash_decode")
         need = ctx.needs_input_grad[:3]
         gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *unpack_gradients(gradients, need), *[None] * 9
+        return *unpack_gradients(gradients, need), *[None] * 7
 
 
 # ---- the public function ----
 
 
 def _scales_of(k_cache, k_scale, v_scale):
-    """Return (k_scale, v_scale) with the same number of elements, or None if no scale is given."""
+    """Return (k_scale, v_scale) with the same number of elements, or (None, None) if no scale is given."""
     if k_cache.dtype != FP8 or (k_scale is None and v_scale is None):
-        return None
+        return None, None
     heads = k_cache.shape[2]
     one = torch.ones((), device=k_cache.device)
     pair = [one if scale is None else scale.contiguous() for scale in (k_scale, v_scale)]
     if pair[0].numel() != pair[1].numel():
         pair = [scale.expand(heads).contiguous() if scale.numel() == 1 else scale for scale in pair]
-    return tuple(pair)
+    return pair
 
 
-def _select_config(q, k_cache, v_cache, block_table, options, group):
-    """Select the config of a call, where q is [B, Tq, Hq, D]. Return None for an empty batch."""
+def _select_config(operands, options, group):
+    """Select the config of a call. Return None for an empty batch."""
+    q, k_cache, v_cache, _, block_table, *_, k_rope = operands
     if not q.shape[0]:
         return None
     block_tables = None if block_table is None else block_table.shape
     shared = launcher.value_is_key(k_cache, v_cache)
 
     def describe():
-        shape = launcher.shape_of(q, k_cache, v_cache, block_table)
-        room = launcher.capacity_of(k_cache, block_table)
+        shape, room, fp8 = launcher.shape_of_call(operands), operands.capacity(), k_cache.dtype == FP8
         # A rank with an empty cache calls, too, but its caches do not show whether they share memory.
-        layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
+        layout = layout_of(shape.paged, room > 0 and shape.value_is_key, fp8, fp8 and k_rope is not None)
         sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
         return sizes, layout, launcher.problem_fields(q, shape, options)
 
-    call = q.shape, k_cache.shape, v_cache.shape, k_cache.dtype, options, block_tables, shared
+    call = q.shape, k_cache.shape, v_cache.shape, k_cache.dtype, options, block_tables, shared, k_rope is None
     return select("flash_decode", q, group, call, describe).config
 
 
 def flash_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, *,
     block_table: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    scale: float | None = None, soft_cap: float | None = None,
+    k_rope: torch.Tensor | None = None, scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None, return_lse: bool = False, group: GroupLike = None,
     config: FlashDecodeConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -302,6 +276,10 @@ def flash_decode(
             count for the positions of the other keys.
         k_scale: Dequantization factor of a float8 k_cache, float32 with one element or [Hkv]. None means 1.
         v_scale: The same for v_cache.
+        k_rope: The columns of the keys after those of k_cache, [B, S, Hkv, Dr] or paged [blocks, block_size, Hkv, Dr],
+            in the dtype of q: the rotary columns of MLA, which are often kept in a cache of their own, and in bf16 if
+            the latent columns are float8. Then k_cache has D - Dr columns, a power of two of at least 16, and Dr is
+            less. ``k_scale`` does not apply to k_rope.
         scale: Factor of the scores. None means D ** -0.5.
         soft_cap: If given, scores s become soft_cap * tanh(s / soft_cap), after ``scale``.
         window: If given, each query attends only to the last ``window`` keys up to and including its own.
@@ -318,8 +296,8 @@ def flash_decode(
 
     Gradient:
         dq is complete and the same on all ranks. The gradients of k_cache and v_cache cover this rank's keys and are
-        zero beyond kv_lens. The incoming gradients of o and lse must be the same on all ranks, as o and lse are. Float8
-        caches have no gradient.
+        zero beyond kv_lens. The incoming gradients of o and lse must be the same on all ranks, as o and lse are. Calls
+        with float8 caches or k_rope have no gradient.
 
     Raises:
         TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
@@ -336,7 +314,7 @@ def flash_decode(
         of one sequence of work: Stream-K (https://arxiv.org/abs/2301.03598).
     """
     group = resolve_group_if_any("flash_decode", group)
-    tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
+    tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope
     debug = os.environ.get("TDKERNELS_DEBUG")
     settings = scale, soft_cap, window, config, get_mode(), _same_address(k_cache, v_cache), debug
     known, key = call_cache.lookup_run("flash_decode", group, tensors, settings)
@@ -345,39 +323,40 @@ def flash_decode(
         return (o, lse) if return_lse else o
     checked, checked_key = call_cache.lookup("flash_decode config", group, tensors, settings)
     if checked is None:
-        check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
-    differentiated = autograd.may_be_differentiated([q, k_cache, v_cache])
-    if differentiated and k_cache.dtype == FP8:
-        raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
+        check(Operands(*tensors), scale, soft_cap, window, config)
+    differentiated = autograd.may_be_differentiated([q, k_cache, v_cache, *([] if k_rope is None else [k_rope])])
+    if differentiated and (k_cache.dtype == FP8 or k_rope is not None):
+        why = "k_rope" if k_cache.dtype != FP8 else f"a cache of {k_cache.dtype}"
+        raise ValueError(f"flash_decode: there is no gradient with {why}; use torch.no_grad()")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = scale, None if soft_cap is None else float(soft_cap), window
     operands = _operands(*tensors)
     if differentiated or torch.compiler.is_compiling():
-        call = *operands[:5], *(operands[5] or (None, None)), *options
         text = "" if group is None else group.group_name, as_argument(config)
         if differentiated:
-            o, lse = _FlashDecode.apply(*call, *text)
+            o, lse = _FlashDecode.apply(*operands[:5], *options, *text)
         else:
-            o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
+            o, lse, _ = torch.ops.tdkernels.flash_decode(*operands, *options, False, *text)
     else:
         if checked is None:
-            resolved = _resolve_config(*operands[:3], operands[4], options, group, config)  # type: ignore[call-arg]
+            resolved = _resolve_config(operands, options, group, config)
             checked = (resolved,)  # a tuple, because the config may be None
             call_cache.insert(group, checked_key, checked)
-        o, lse, _ = forward(*operands, options, _peers(group), *checked)  # type: ignore[call-arg]
+        o, lse, _ = forward(operands, options, _peers(group), checked[0])
         if call_cache.is_current(group, key):
-            run = _cached_call(q.shape, o, lse, options, *checked, debug)  # type: ignore[call-arg]
+            run = _cached_call(q.shape, o, lse, options, checked[0], debug)
             call_cache.insert(group, key, run)
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
-def _operands(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale):
-    """Normalize operands for a launch: q [B, Tq, Hq, D], contiguous tensors except caches, scales as a pair or None."""
+def _operands(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope):
+    """Return the tensors of a call, normalized for a launch."""
     q = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
     table = None if block_table is None else block_table.contiguous()
-    return q, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale)
+    scales = _scales_of(k_cache, k_scale, v_scale)
+    return Operands(q, k_cache, v_cache, kv_lens.contiguous(), table, *scales, k_rope)
 
 
 def _cached_call(q_shape, o, lse, options, config, debug):
@@ -385,16 +364,16 @@ def _cached_call(q_shape, o, lse, options, config, debug):
     shapes = [output.shape if len(q_shape) == 4 else output.squeeze(1).shape for output in (o, lse)]
 
     def run(group, *tensors):
-        o, lse, _ = forward(*_operands(*tensors), options, _peers(group), config)
+        o, lse, _ = forward(_operands(*tensors), options, _peers(group), config)
         return o.view(shapes[0]), lse.view(shapes[1])
 
     def bind(group, *tensors):
         taken = _operands(*tensors)
-        same = taken[0].data_ptr() == tensors[0].data_ptr() and taken[3] is tensors[3] and taken[4] is tensors[4]
+        same = taken.q.data_ptr() == tensors[0].data_ptr() and taken[3] is tensors[3] and taken[4] is tensors[4]
         if not same:
             return None
-        module, of_module = _module_of(config, taken[0], options, group)
-        return module.bind_call(*taken, options, group, of_module)
+        module, of_module = _module_of(config, taken.q, options, group)
+        return module.bind_call(taken, options, group, of_module)
 
     has_launches = debug is None and (config is None or config.method != "torch")
     return call_cache.CachedCall(run, bind if has_launches else None, shapes)

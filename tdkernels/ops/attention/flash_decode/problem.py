@@ -21,7 +21,8 @@ def shape_of_problem(problem: "Problem") -> DecodeShape:
     batch, queries, heads, kv_heads, d, dv, _ = problem.shape
     size = 1 if "fp8" in problem.layout else problem.torch_dtype.itemsize
     latent, paged = "latent" in problem.layout, "paged" in problem.layout
-    return DecodeShape(batch, queries, kv_heads, heads // kv_heads, d, dv, size, latent, paged)
+    rope = problem.torch_dtype.itemsize if "rope" in problem.layout else 0
+    return DecodeShape(batch, queries, kv_heads, heads // kv_heads, d, dv, size, latent, paged, rope)
 
 
 def page_of_problem(problem: "Problem") -> int:

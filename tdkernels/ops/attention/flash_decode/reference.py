@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.operands import Operands
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.symm import GroupLike
@@ -52,24 +53,21 @@ def dense_attention(
 
 
 def plain_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lens: torch.Tensor, after: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    options: tuple[float, float | None, int | None],
+    operands: Operands, lens: torch.Tensor, after: torch.Tensor, options: tuple[float, float | None, int | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) over this rank's keys only, in fp32 or a wider dtype, for any kind of cache.
 
     Args:
-        q: Queries [B, Tq, Hq, D].
-        k_cache: Keys, as for ``flash_decode``.
-        v_cache: Values, as for ``flash_decode``.
+        operands: The tensors of the call. One of the scales may be None.
         lens: Lengths from ``lengths_of``.
         after: Number of keys on later ranks, [B].
-        block_table: Blocks of each sequence, for paged caches.
-        scales: (k_scale, v_scale), as for ``flash_decode``.
         options: (scale, soft_cap, window).
     """
+    q, k_cache, v_cache, _, block_table, k_scale, v_scale, k_rope = operands
     in_cache = keys_in_cache(lens, k_cache, block_table)
-    k, v = (dense_cache(cache, block_table, factor) for cache, factor in zip((k_cache, v_cache), scales, strict=True))
+    k, v = dense_cache(k_cache, block_table, k_scale), dense_cache(v_cache, block_table, v_scale)
+    if k_rope is not None:
+        k = torch.cat((k, dense_cache(k_rope, block_table, None)), -1)
     return dense_attention(q, k, v, lens, in_cache, after, *options)
 
 
@@ -142,7 +140,7 @@ def scores_of(
 def flash_decode_ref(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, *,
     block_table: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    scale: float | None = None, soft_cap: float | None = None,
+    k_rope: torch.Tensor | None = None, scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None, return_lse: bool = False, group: GroupLike = None, alone: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Reference of ``flash_decode``: attention over each rank's keys in fp32, then an all-gather and a merge by lse.
@@ -155,6 +153,7 @@ def flash_decode_ref(
         block_table: Blocks of each sequence, for paged caches.
         k_scale: Dequantization factor of a float8 k_cache.
         v_scale: Dequantization factor of a float8 v_cache.
+        k_rope: The other columns of the keys, or None.
         scale: Factor of the scores.
         soft_cap: Bound of the scores.
         window: Number of keys that a query attends to.
@@ -173,7 +172,8 @@ def flash_decode_ref(
     lens = lengths_of(kv_lens, k_cache, block_table)
     after = keys_after(lens, q4.shape[1], window, group)
     options = scale, soft_cap, window
-    o, lse = plain_attention(q4, k_cache, v_cache, lens, after, block_table, (k_scale, v_scale), options)
+    operands = Operands(q4, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope)
+    o, lse = plain_attention(operands, lens, after, options)
     if group is not None:
         o, lse = merge_ranks(o, lse, group)
     o, lse = (x if q.dim() == 4 else x.squeeze(1) for x in (o.to(q.dtype), lse.float()))

@@ -22,14 +22,21 @@ from tdkernels.ops.attention.ag_attention import vendor_attention
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode.reference import (
     dense_attention,
+    dense_cache,
     keys_after,
+    keys_in_cache,
+    lengths_of,
     merge,
     merge_ranks,
     plain_attention,
+    scores_of,
 )
+from tdkernels.ops.attention.tile import LOG2_E
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from tdkernels.ops.attention.flash_decode.operands import Operands
 
 _aten = torch.ops.aten
 
@@ -75,21 +82,14 @@ def select_path(
 
 @torch.no_grad()
 def attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None,
-    options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None",
+    operands: "Operands", options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_decode with torch's attention and all-gather. Does not synchronize with the device.
 
     Ranks may take different paths, for example if their caches have different strides.
 
     Args:
-        q: Queries [B, Tq, Hq, D], contiguous; the other tensors as for ``flash_decode``.
-        k_cache: This rank's keys.
-        v_cache: This rank's values.
-        kv_lens: Number of keys of each sequence on this rank, on the device.
-        block_table: Blocks of each sequence, for paged caches.
-        scales: (k_scale, v_scale) of fp8 caches, or None.
+        operands: The tensors of the call.
         options: (scale, soft_cap, window).
         group: The group of ranks, or None for a single rank.
 
@@ -97,11 +97,12 @@ def attend(
         (o [B, Tq, Hq, Dv] in the dtype of q, lse [B, Tq, Hq] fp32, natural log), both contiguous. For a query without
         visible keys, o is 0 and lse is -inf.
     """
-    path = _path_of(q, k_cache, v_cache, block_table, options)
-    lens = kv_lens.clamp(0, launcher.capacity_of(k_cache, block_table)).int()
+    q, k_cache, v_cache, kv_lens, block_table, _, _, k_rope = operands
+    path = PLAIN if k_rope is not None else _path_of(q, k_cache, v_cache, block_table, options)
+    lens = kv_lens.clamp(0, operands.capacity()).int()
     if path == PLAIN:
         after = keys_after(lens, q.shape[1], options[2], group)
-        o, lse = plain_attention(q, k_cache, v_cache, lens, after, block_table, scales or (None, None), options)
+        o, lse = plain_attention(operands, lens, after, options)
     else:
         o, lse = _flash_attention(q, k_cache, v_cache, lens, block_table, options[0], path, group)
     if group is not None:
@@ -295,3 +296,36 @@ def _last_keys(k_cache, v_cache, begin, end, block_table, most):
         there &= (table >= 0) & (table < blocks)
         place = table.clamp(0, blocks - 1), keys % page
     return k_cache[place].float(), v_cache[place].float(), there
+
+
+# ---- gradients ----
+
+
+@torch.enable_grad()
+def gradients(
+    operands: "Operands", after: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    options: tuple[float, float | None, int | None],
+) -> tuple[torch.Tensor, ...]:
+    """Return (dq, dk, dv) as the backward kernel does, computed by autograd of a scalar function.
+
+    The function treats lse, to base 2, as a constant. Its gradients are those of attention.
+
+    Args:
+        operands: The tensors of the call.
+        after: Number of keys on later ranks, [B].
+        do: Gradient of o, [B, Tq, Hq, Dv] fp32.
+        lse: Log-sum-exp over the keys of all ranks, to base 2, [B, Tq, Hq].
+        delta: rowsum(do * o), minus the gradient of lse, [B, Tq, Hq].
+        options: (scale, soft_cap, window).
+    """
+    q, k_cache, v_cache, kv_lens, block_table, *_ = operands
+    inputs = q.float(), dense_cache(k_cache, block_table, None), dense_cache(v_cache, block_table, None)
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    lens = lengths_of(kv_lens, k_cache, block_table)
+    in_cache = keys_in_cache(lens, k_cache, block_table)
+    scores = scores_of(q, k, lens, in_cache, after, *options)
+    lse = lse.view(scores.shape[:-1])
+    weights = torch.exp2(scores * LOG2_E.value - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(in_cache[..., None, None], v, 0.0))
+    total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
+    return torch.autograd.grad(total, (q, k, v))

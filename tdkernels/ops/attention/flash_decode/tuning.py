@@ -2,8 +2,9 @@
 
 The sizes of a problem are the batch size, query tokens, query heads, heads of the cache, elements per head of the keys
 and of the values, and the capacity of a rank's cache in keys per entry. Tuning uses full caches. The layout encodes
-whether the cache is paged, whether its values are the first columns of its keys ("latent", as in MLA), and whether it
-is fp8. A window, a soft cap or scales are not part of the problem, so they use the same config.
+whether the cache is paged, whether its values are the first columns of its keys ("latent", as in MLA), whether it is
+fp8, and whether then the other columns of its keys have a cache of their own ("rope"). A window, a soft cap or scales
+are not part of the problem, so they use the same config.
 
 The capacity may differ between ranks, and an empty cache does not show whether its values are its keys. Therefore
 ``key`` drops both properties, and the ranks use the config for the problem of rank 0. The config does not change when
@@ -30,6 +31,7 @@ from tdkernels.ops.attention.flash_decode.config import (
     layout_of,
     num_programs,
 )
+from tdkernels.ops.attention.flash_decode.operands import Operands
 from tdkernels.ops.attention.flash_decode.problem import page_of_problem, path_of_problem, shape_of_problem
 from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
 from tdkernels.ops.attention.flash_decode.validation import FP8, MAX_BATCH, MAX_D
@@ -61,7 +63,10 @@ class FlashDecodeTunable(ConfigTunable):
 
     name = "flash_decode"
     sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
-    layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
+    layouts = (
+        *(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3)),
+        *(layout_of(paged, latent, True, True) for paged in (False, True) for latent in (False, True)),
+    )
     config_class = FlashDecodeConfig
     baseline = "flash attention"  # before: attention in fp32
     local_words = "a copy of as many bytes"
@@ -82,19 +87,23 @@ class FlashDecodeTunable(ConfigTunable):
             return f"BATCH is at most {MAX_BATCH}, D and DV at most {MAX_D}, not {batch}, {d} and {dv}"
         if heads % kv_heads:
             return f"HEADS = {heads} is not a multiple of KV_HEADS = {kv_heads}"
+        if "rope" in problem.layout and (d < 17 or d & (d - 1) == 0):
+            return f"a cache for the columns after the greatest power of two in D needs such columns, D is {d}"
         if "latent" in problem.layout and dv != 1 << (d.bit_length() - 1):
             return f"latent values are the first columns of keys, as many as the greatest power of two in D, not {dv}"
         return None
 
     def sizes_of(self, *shapes: Sequence[int], world_size: int) -> tuple[int, ...]:
-        if not 3 <= len(shapes) <= 5:
+        if not 3 <= len(shapes) <= 6:
             raise ValueError(
-                "flash_decode: the operands are q, k_cache, v_cache, kv_lens and perhaps block_table, not "
+                "flash_decode: the operands are q, k_cache, v_cache, kv_lens and perhaps block_table and k_rope, not "
                 f"{len(shapes)} of them"
             )
-        q, k, v, *_ = map(tuple, shapes)
-        table = tuple(shapes[4]) if len(shapes) == 5 else None
-        fit = len(q) in (3, 4) and len(k) == len(v) == 4 and q[-1] == k[3] and k[:3] == v[:3]
+        q, k, v, *others = map(tuple, shapes)
+        table = next((shape for shape in others if len(shape) == 2), None)
+        rope = next((shape for shape in others if len(shape) == 4), None)
+        fit = len(q) in (3, 4) and len(k) == len(v) == 4 and k[:3] == v[:3]
+        fit = fit and q[-1] == k[3] + (rope[3] if rope else 0)
         if not fit or (len(table) != 2 or table[0] != q[0] if table else k[0] != q[0]):
             paged = f" and block_table {list(table)}" if table else ""
             raise ValueError(f"flash_decode: q {list(q)}, k_cache {list(k)}, v_cache {list(v)}{paged} do not fit")
@@ -102,10 +111,12 @@ class FlashDecodeTunable(ConfigTunable):
         return q[0], queries, q[-2], k[2], q[-1], v[3], k[1] * (table[1] if table else 1)
 
     def layout_of(self, *operands) -> str:
-        caches, paged = operands[1:3], len(operands) == 5 and operands[4] is not None
+        caches, others = operands[1:3], [x.dim() for x in operands[4:] if isinstance(x, torch.Tensor)]
+        paged, rope = 2 in others, 4 in others
         if len(caches) < 2 or not all(isinstance(cache, torch.Tensor) and cache.dim() == 4 for cache in caches):
             return layout_of(paged, False, False)
-        return layout_of(paged, launcher.value_is_key(*caches), caches[0].dtype == FP8)
+        fp8 = caches[0].dtype == FP8
+        return layout_of(paged, launcher.value_is_key(*caches), fp8, fp8 and rope)
 
     def config_to_dict(self, config: FlashDecodeConfig) -> dict:
         values = super().config_to_dict(config)
@@ -163,6 +174,8 @@ class FlashDecodeTunable(ConfigTunable):
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         shape, ranks = shape_of_problem(problem), problem.world_size
         of_key = shape.cache_bytes * (d if shape.value_is_key else d + dv)
+        if shape.rope_bytes:
+            of_key += (shape.rope_bytes - shape.cache_bytes) * (d - shape.parts_of_d[0])
         # Lower bound: a reduce-scatter of the peers' partial outputs, then an all-gather of the merged outputs.
         wire = 2 * (ranks - 1) * batch * queries * heads * dv * problem.torch_dtype.itemsize // ranks
         return Floors(2 * batch * queries * heads * keys * (d + dv), wire, batch * keys * kv_heads * of_key)
@@ -178,17 +191,18 @@ class FlashDecodeTunable(ConfigTunable):
         pages = cdiv(keys, page)
         rows = (batch * pages, page) if shape.paged else (batch, keys)
 
-        def draw(width):
-            cache = torch.randn(*rows, kv_heads, width, generator=generator, dtype=dtype, device=device)
-            return cache.to(FP8) if shape.cache_bytes == 1 else cache
+        def draw(width, into=FP8 if shape.cache_bytes == 1 else dtype):
+            return torch.randn(*rows, kv_heads, width, generator=generator, dtype=dtype, device=device).to(into)
 
-        k = draw(d)
+        k = draw(shape.parts_of_d[0] if shape.rope_bytes else d)
         v = k[..., :dv] if shape.value_is_key else draw(dv)
-        lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
-        if not shape.paged:
-            return q, k, v, lens
-        table = torch.randperm(batch * pages, generator=generator, device=device).to(torch.int32)
-        return q, k, v, lens, table.view(batch, pages)
+        operands = [q, k, v, torch.full((batch,), keys, dtype=torch.int32, device=device)]
+        if shape.paged:
+            table = torch.randperm(batch * pages, generator=generator, device=device)
+            operands.append(table.to(torch.int32).view(batch, pages))
+        if shape.rope_bytes:
+            operands.append(draw(d - k.shape[3], dtype))
+        return tuple(operands)
 
     def reference_bytes(self, problem: "Problem") -> int:
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
@@ -199,23 +213,25 @@ class FlashDecodeTunable(ConfigTunable):
     def reference(
         self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup"
     ) -> torch.Tensor:
-        q, k, v, lens, *table = operands
+        q, k, v, lens, table, *_, rope = _as_operands(operands, problem)
         _, queries, heads, kv_heads, d, dv, keys = problem.shape
         of_entry = 8 * keys * (2 * kv_heads * (d + dv) + 3 * queries * heads)
         at_once = max(1, _AT_ONCE_BYTES // of_entry)
         outputs = []
         for part in range(0, len(q), at_once):
             of = slice(part, part + at_once)
-            caches = (k, v) if table else (k[of], v[of])
+            caches = of if table is None else slice(None)  # pages belong to any sequence
             outputs.append(flash_decode_ref(
-                q[of], *caches, lens[of], block_table=table[0][of] if table else None, group=group
+                q[of], k[caches], v[caches], lens[of], block_table=None if table is None else table[of],
+                k_rope=None if rope is None else rope[caches], group=group,
             ))
         return torch.cat(outputs)  # type: ignore[arg-type]
 
     def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
         """Return a copy that reads and writes together as many bytes as the keys and values have."""
-        _, k, v, *_ = operands
-        caches = (k,) if shape_of_problem(problem).value_is_key else (k, v)
+        _, k, v, *_, rope = _as_operands(operands, problem)
+        caches = [k] if shape_of_problem(problem).value_is_key else [k, v]
+        caches += [] if rope is None else [rope]
         halves = [cache.view(torch.uint8).flatten() for cache in caches]
         halves = [cache[: cache.numel() // 2] for cache in halves]
         copies = [torch.empty_like(half) for half in halves]
@@ -224,23 +240,19 @@ class FlashDecodeTunable(ConfigTunable):
     def run(
         self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: FlashDecodeConfig | None
     ) -> torch.Tensor:
-        q, k, v, lens, *table = operands
         others = group if problem.world_size > 1 else None
-        return op.forward(  # type: ignore[call-arg]
-            q, k, v, lens, *(table or [None]), None, _options(problem), others, config
-        )[0]
+        return op.forward(_as_operands(operands, problem), _options(problem), others, config)[0]
 
     def compiled(self, config: FlashDecodeConfig) -> tuple | None:
         compiled = config.block_n, config.num_warps, config.num_stages, config.chunk_keys, config.tile_rows
         return None if config.method == "torch" else (config.method, *compiled)
 
     def compile(self, operands: Any, problem: "Problem", config: FlashDecodeConfig) -> None:
-        q, k, v, lens, *table = operands
-        call = q, k, v, lens, *(table or [None]), _options(problem)
+        call = _as_operands(operands, problem), _options(problem)
         if config.method == "split":
-            launch_split.compile(*call, config)  # type: ignore[call-arg]
+            launch_split.compile(*call, config)
         else:
-            launcher.compile(*call, problem.world_size, problem.num_nodes, config)  # type: ignore[call-arg]
+            launcher.compile(*call, problem.world_size, problem.num_nodes, config)
 
 
 _PATH_WORDS = {
@@ -262,6 +274,13 @@ def _split_space(shape, device):
         return [replace(fused_config(shape, device), method="split")]
     sizes = itertools.product((32, 64, 128), (4, 8), _stages(shape))
     return [FlashDecodeConfig("split", block_n, num_warps, num_stages) for block_n, num_warps, num_stages in sizes]
+
+
+def _as_operands(operands, problem):
+    """Return the Operands for a tuple from ``FlashDecodeTunable.operands``, which contains no None."""
+    q, k, v, lens, *others = operands
+    table = others.pop(0) if "paged" in problem.layout else None
+    return Operands(q, k, v, lens, table, k_rope=others[0] if others else None)
 
 
 def _options(problem):

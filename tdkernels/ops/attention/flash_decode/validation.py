@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,21 +11,27 @@ from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_device, check_tensor, shape_of
 from tdkernels.rounding import cdiv
 
+if TYPE_CHECKING:
+    from tdkernels.ops.attention.flash_decode.operands import Operands
+
 FP8 = torch.float8_e4m3fn
 MAX_D = 1024
 MAX_BATCH = 1 << 14
 
 
 def check(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None, scales: tuple[torch.Tensor | None, torch.Tensor | None], scale: float | None,
-    soft_cap: float | None, window: int | None, config: FlashDecodeConfig | None,
+    operands: "Operands", scale: float | None, soft_cap: float | None, window: int | None,
+    config: FlashDecodeConfig | None,
 ) -> None:
-    """Raise TypeError or ValueError for invalid arguments. The message names the argument and its shape."""
+    """Raise TypeError or ValueError for invalid arguments. The message names the argument and its shape.
+
+    ``operands`` are the arguments of the caller, before they are normalized.
+    """
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, k_rope = operands
     _check_q(q)
-    _check_caches(q, k_cache, v_cache)
+    _check_caches(q, k_cache, v_cache, k_rope)
     _check_lengths(q, k_cache, kv_lens, block_table)
-    for name, value in zip(("k_scale", "v_scale"), scales, strict=True):
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(name, value, q, k_cache)
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"flash_decode: scale must be a finite number or None, not {scale!r}")
@@ -48,20 +55,45 @@ def _check_q(q):
         raise ValueError(f"flash_decode: q {shape_of(q)} has {q.shape[0]} entries, at most {MAX_BATCH} are supported")
 
 
-def _check_caches(q, k_cache, v_cache):
+def _check_cache(name, cache, q, dtypes, words):
+    """Check dtype, dimensions and strides of a cache."""
+    check_tensor("flash_decode", name, cache, dtypes, q, "q", words)
+    if cache.dim() != 4:
+        raise ValueError(
+            f"flash_decode: {name} must be [B, S, Hkv, D] or [blocks, block_size, Hkv, D], its shape is "
+            f"{shape_of(cache)}"
+        )
+    if cache.stride(3) != 1 and cache.shape[3] > 1:
+        raise ValueError(
+            f"flash_decode: {name} {shape_of(cache)} must have a contiguous last dimension, its strides are "
+            f"{list(cache.stride())}"
+        )
+
+
+def _check_rope(q, k_cache, k_rope):
+    """Check k_rope, whose columns follow those of k_cache."""
+    _check_cache("k_rope", k_rope, q, (q.dtype,), f"the type of q, {q.dtype}, is")
+    if k_rope.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"flash_decode: k_rope {shape_of(k_rope)} and k_cache {shape_of(k_cache)} may differ in the last dimension "
+            "only"
+        )
+    first, second = k_cache.shape[3], k_rope.shape[3]
+    if first < 16 or first & (first - 1) or not 0 < second < first:
+        raise ValueError(
+            f"flash_decode: with k_rope, the last dimension of k_cache {shape_of(k_cache)} must be a power of two of "
+            f"at least 16, and that of k_rope {shape_of(k_rope)} less than it and not 0"
+        )
+    if first + second != q.shape[-1]:
+        raise ValueError(
+            f"flash_decode: the last dimensions of k_cache {shape_of(k_cache)} and k_rope {shape_of(k_rope)} must add "
+            f"up to that of q {shape_of(q)}"
+        )
+
+
+def _check_caches(q, k_cache, v_cache, k_rope):
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        words = f"the type of q, {q.dtype}, and float8_e4m3fn are"
-        check_tensor("flash_decode", name, cache, (q.dtype, FP8), q, "q", words)
-        if cache.dim() != 4:
-            raise ValueError(
-                f"flash_decode: {name} must be [B, S, Hkv, D] or [blocks, block_size, Hkv, D], its shape is "
-                f"{shape_of(cache)}"
-            )
-        if cache.stride(3) != 1 and cache.shape[3] > 1:
-            raise ValueError(
-                f"flash_decode: {name} {shape_of(cache)} must have a contiguous last dimension, its strides are "
-                f"{list(cache.stride())}"
-            )
+        _check_cache(name, cache, q, (q.dtype, FP8), f"the type of q, {q.dtype}, and float8_e4m3fn are")
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"flash_decode: k_cache is {k_cache.dtype} but v_cache is {v_cache.dtype}")
     if k_cache.shape[:3] != v_cache.shape[:3]:
@@ -69,7 +101,9 @@ def _check_caches(q, k_cache, v_cache):
             f"flash_decode: k_cache {shape_of(k_cache)} and v_cache {shape_of(v_cache)} may differ in the last "
             "dimension only"
         )
-    if k_cache.shape[3] != q.shape[-1]:
+    if k_rope is not None:
+        _check_rope(q, k_cache, k_rope)
+    elif k_cache.shape[3] != q.shape[-1]:
         raise ValueError(
             f"flash_decode: the last dimension of q {shape_of(q)} and of k_cache {shape_of(k_cache)} must be the same D"
         )

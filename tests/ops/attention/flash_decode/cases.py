@@ -47,7 +47,7 @@ def config_of(name):
 def computes(spec, config):
     """Check o, lse and every gradient, that o has the same bits without lse, and the reference in plain torch."""
     case = Decode(**spec)
-    inputs = () if spec.get("scales") else OPERANDS
+    inputs = () if spec.get("scales") or spec.get("rope") else OPERANDS
     with poisoned_outputs():
         results = case.run(inputs, config=config_of(config))
     gradients = [f"d{name}" for name in inputs if not (case.latent and name == "v_cache")]
@@ -346,7 +346,7 @@ def clamps_64_bit_lengths(config):
 
 
 def _check_call(case, config, spec):
-    inputs = () if spec.get("scales") else OPERANDS
+    inputs = () if spec.get("scales") or spec.get("rope") else OPERANDS
     with poisoned_outputs():
         case.check(case.run(inputs, config=config_of(config)))
     with torch.no_grad():

@@ -63,20 +63,21 @@ class Decode:
         scales: shapes of the scales of fp8 caches: "tensor" ([]), "one" ([1]), "head" ([Hkv]) or "mixed" ([] and
             [Hkv]); None for caches in ``dtype``.
         latent: v_cache is a view of the first value_dim channels of k_cache.
+        rope: channels of the keys that are in k_rope instead of k_cache, in ``dtype``. They have no gradient.
         scale, soft_cap, window: as in flash_decode.
         group: None for the world.
     """
 
     def __init__(
         self, batch, heads, kv_heads, dim, keys, dtype=BF16, *, tokens=None, value_dim=None, lens="ragged", page=None,
-        scales=None, latent=False, scale=None, soft_cap=None, window=None, seed=0, group=None,
+        scales=None, latent=False, rope=0, scale=None, soft_cap=None, window=None, seed=0, group=None,
     ):
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.title = (
             f"B={batch} Hq={heads} Hkv={kv_heads} D={dim} Dv={value_dim} S={keys} Tq={tokens} {dtype} lens={lens} "
-            f"page={page} scales={scales} latent={latent} soft_cap={soft_cap} window={window} seed={seed}"
+            f"page={page} scales={scales} latent={latent} rope={rope} soft_cap={soft_cap} window={window} seed={seed}"
         )
-        self.dtype, self.dim, self.value_dim, self.latent = dtype, dim, value_dim or dim, latent
+        self.dtype, self.dim, self.value_dim, self.latent, self.rope = dtype, dim, value_dim or dim, latent, rope
         self.settings = dict(scale=scale, soft_cap=soft_cap, window=window)
         self.page, self.table, self.options = page, None, {}
         self.masked = None  # per sequence the mask of all ranks' keys that are ignored, see ``attention``
@@ -104,11 +105,13 @@ class Decode:
             for name, shape in zip(("k_scale", "v_scale"), shapes):
                 self.options[name] = (0.5 + torch.rand(shape, generator=self.cpu)).to(device())
         lengths = self.all_lens.sum(0).tolist()
-        k = [self._draw(length, kv_heads, self.dim).to(stored) for length in lengths]
+        k = [self._draw(length, kv_heads, self.dim - self.rope).to(stored) for length in lengths]
+        whole = {"k_cache": k}
+        if self.rope:
+            whole["k_rope"] = [self._draw(length, kv_heads, self.rope).to(self.dtype) for length in lengths]
         if self.latent:
-            return {"k_cache": k, "v_cache": [keys[..., : self.value_dim] for keys in k]}
-        v = [self._draw(length, kv_heads, self.value_dim).to(stored) for length in lengths]
-        return {"k_cache": k, "v_cache": v}
+            return whole | {"v_cache": [keys[..., : self.value_dim] for keys in k]}
+        return whole | {"v_cache": [self._draw(length, kv_heads, self.value_dim).to(stored) for length in lengths]}
 
     def _create_caches(self, keys, kv_heads, stored):
         """Create this rank's caches, filled with NaN where there are no keys."""
@@ -120,15 +123,16 @@ class Decode:
             used = torch.arange(each) * self.page < self.all_lens[self.rank][:, None]
             self.table = torch.where(used, order, shape[0] - 1)
             self.options["block_table"] = self.table.to(device(), torch.int32)
-        for name in CACHES:
-            whole = self.whole[name]
-            channels = self.dim if name == "k_cache" else self.value_dim
-            cache = torch.full([*shape, kv_heads, channels], torch.nan, dtype=self.dtype, device=device()).to(stored)
+        for name, whole in self.whole.items():
+            cache = torch.full([*shape, kv_heads, whole[0].shape[-1]], torch.nan, dtype=self.dtype, device=device())
+            cache = cache if name == "k_rope" else cache.to(stored)
             for part, index in zip(self.own_parts(whole), self._key_indices(), strict=True):
                 _bits(cache)[index] = _bits(part)
             setattr(self, name, cache)
         if self.latent:
             self.v_cache = self.k_cache[..., : self.value_dim]
+        if self.rope:
+            self.options["k_rope"] = self.k_rope
 
     def _key_indices(self):
         """Yield for each sequence the index of its keys in this rank's caches."""
@@ -259,8 +263,12 @@ class Decode:
         """Return the dequantized keys or values of some heads of a sequence."""
         stored, factor = self.whole[name][sequence][:, heads].detach(), self.options.get(f"{name[0]}_scale")
         if factor is None:
-            return stored.to(dtype, copy=True)
-        return (stored.double() * factor.expand(kv_heads)[heads, None]).to(dtype)
+            found = stored.to(dtype, copy=True)
+        else:
+            found = (stored.double() * factor.expand(kv_heads)[heads, None]).to(dtype)
+        if name == "k_cache" and self.rope:
+            return torch.cat((found, self.whole["k_rope"][sequence][:, heads].to(dtype)), -1)
+        return found
 
 
 def attention(q, k, v, scale, soft_cap, window, masked=None):
@@ -334,6 +342,8 @@ def replace_pages(case):
         setattr(case, name, _surround_with_nan(getattr(case, name)))
     if case.latent:
         case.v_cache = case.k_cache[..., : case.value_dim]
+    if case.rope:
+        case.k_rope = case.options["k_rope"] = _surround_with_nan(case.k_rope)
 
 
 def _wrong_pages(case):

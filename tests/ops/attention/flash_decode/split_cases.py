@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 
 import tdkernels
@@ -30,9 +31,10 @@ def lengths():
     return [0, 1, 31, 32, 33, 63, 64, 65, 77, ROOM] if on_hopper() else [0, 1, 33, ROOM]
 
 
-def latent(lens, heads, **spec):
-    """Return a case of a latent cache with room for the longest sequence."""
+def latent(lens, heads, rope=False, **spec):
+    """Return a case of a latent cache with room for the longest sequence, with ``rope`` and a cache for the others."""
     dim, value_dim = (576, 512) if on_hopper() else (96, 64)
+    spec = spec | {"rope": dim - value_dim if rope else 0}
     return Decode(len(lens), heads, 1, dim, max(lens), value_dim=value_dim, lens=lens, latent=True, **spec)
 
 
@@ -178,6 +180,101 @@ def supports_calls_in_a_row(heads):
                 got = [case.call(return_lse=True, config=config) for case in cases]
                 for (o, lse), results in zip(got, expected, strict=True):
                     assert torch.equal(o, results["o"]) and torch.equal(lse, results["lse"])
+
+
+# ---- caches of the rotary columns ----
+
+
+@releases_memory
+def computes_with_rope(heads, tokens, dtype, scales, programs):
+    """Check caches of latent columns, in fp8 if there are ``scales``, and of rotary columns."""
+    case = latent(lengths(), heads, True, tokens=tokens, dtype=dtype, scales=scales, seed=30)
+    for number in programs:
+        check(case, replace(SPLIT, num_programs=number))
+    check(case, replace(SPLIT, chunk_keys=64))
+    if scales:
+        del case.options["k_scale"], case.options["v_scale"]
+        case._expected.clear()
+        check(case)
+
+
+def computes_pages_with_rope(heads, pages):
+    for page in pages:
+        kernel = None if page % 32 == 0 else PORTABLE
+        case = latent(lengths(), heads, True, scales="tensor", page=page, tokens=2, seed=31)
+        check(case, kernel=kernel)
+        replace_pages(case)
+        case._expected.clear()
+        check(case, kernel=kernel)
+
+
+def computes_with_any_scale_of_keys(heads):
+    """Check scales with which latent columns have no weight in the scores, hardly any, or nearly all."""
+    for factor in (0.0, 1e-6, 1e-2, 8.0):
+        case = latent(lengths(), heads, True, scales="one", seed=32)
+        case.options["k_scale"].fill_(factor)
+        case.options["v_scale"].fill_(3.0)
+        check(case)
+
+
+def supports_one_buffer_for_both(heads):
+    """Check caches that are views of one buffer of bytes: latent columns, padding, and rotary columns of each key."""
+    case = latent(lengths(), heads, True, scales="tensor", seed=33)
+    expected = check(case)
+    plain, rope, (batch, keys, _, columns) = case.k_cache, case.k_rope, case.k_cache.shape
+    for padding, kernel in ((16, None), (8, PORTABLE)):
+        begin = columns + padding
+        whole = torch.full((batch, keys, 1, begin + 2 * rope.shape[3]), 0x7F, dtype=torch.uint8, device=plain.device)
+        case.k_cache = whole[..., :columns].view(plain.dtype)
+        case.k_cache.view(torch.uint8).copy_(plain.view(torch.uint8))
+        case.v_cache = case.k_cache
+        case.k_rope = case.options["k_rope"] = whole[..., begin:].view(rope.dtype)
+        case.k_rope.copy_(rope)
+        got = check(case, kernel=kernel)
+        if kernel is None:
+            assert torch.equal(got["o"], expected["o"])
+
+
+def supports_calls_in_a_row_with_rope(heads):
+    """Check calls of two cases in turn, without another kernel between them."""
+    orders = lengths(), lengths()[::-1]
+    cases = [latent(lens, heads, True, scales="one", seed=40 + number) for number, lens in enumerate(orders)]
+    with torch.no_grad():
+        expected = [case.run((), config=SPLIT) for case in cases]
+        for results, case in zip(expected, cases, strict=True):
+            case.check(results)
+        for _ in range(300 if on_hopper() else 1):
+            got = [case.call(return_lse=True, config=SPLIT) for case in cases]
+            for (o, lse), results in zip(got, expected, strict=True):
+                assert torch.equal(o, results["o"]) and torch.equal(lse, results["lse"])
+
+
+def checks_rope(heads):
+    """Check errors, that there is no gradient, and torch.compile."""
+    case = latent([4, 2], heads, True, scales="one", seed=34)
+    rope = case.k_rope
+
+    def error(kind, text, **options):
+        with pytest.raises(kind, match=text):
+            case.call(**options)
+
+    error(ValueError, r"k_rope \[2, 3, 1, \d+\] and k_cache .* may differ in the last dim", k_rope=rope[:, :3])
+    error(ValueError, r"last dimensions of k_cache .* and k_rope .* must add up to that of q", k_rope=rope[..., 1:])
+    error(ValueError, "power of two of at least 16, and that of k_rope", k_rope=torch.cat([rope] * 8, -1))
+    error(TypeError, "k_rope", k_rope=rope.float())
+    error(ValueError, "k_rope .* must have a contiguous last dimension", k_rope=torch.stack([rope, rope], -1)[..., 0])
+    error(ValueError, "the last dimension of q .* and of k_cache", k_rope=None)
+    rope.requires_grad_()
+    error(ValueError, "no gradient with a cache of torch.float8_e4m3fn")
+    case = latent([4, 2], heads, True, seed=34)
+    case.q.requires_grad_()
+    error(ValueError, "no gradient with k_rope")
+    case.q.requires_grad_(False)
+    torch._dynamo.reset()
+    backend = "inductor" if device().type == "cuda" else "aot_eager"
+    compiled = torch.compile(tdkernels.flash_decode, backend=backend, fullgraph=True)
+    o, lse = case.call(compiled, return_lse=True)
+    case.check({"o": o, "lse": lse})
 
 
 # ---- other kernels, gradients, torch.compile ----

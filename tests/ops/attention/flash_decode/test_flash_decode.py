@@ -54,6 +54,17 @@ SPECS = {
     "fp8, latent": dict(
         batch=1, heads=4, kv_heads=1, dim=96, value_dim=64, keys=9, scales="one", latent=True, tokens=2, seed=26
     ),
+    # Some columns of the keys have a cache of their own.
+    "rope": dict(batch=2, heads=4, kv_heads=2, dim=24, rope=8, value_dim=20, keys=9, tokens=2, seed=34),
+    "rope, latent, fp8, paged": dict(
+        batch=2, heads=3, kv_heads=1, dim=96, rope=32, value_dim=64, keys=20, page=16, scales="tensor", latent=True,
+        seed=35,
+    ),
+    "rope, fp8 by head": dict(
+        batch=2, heads=4, kv_heads=2, dim=80, rope=16, value_dim=40, keys=9, scales="mixed", dtype=FP16, window=6,
+        soft_cap=2.0, seed=36,
+    ),
+    "rope, fp32": dict(batch=1, heads=4, kv_heads=2, dim=21, rope=5, keys=9, dtype=FP32, seed=37),
 }
 # So many blocks of 16 keys per tile (200 and more, and 68 to 76) that its partial results are merged in two steps.
 LONG = {
@@ -66,22 +77,29 @@ LONG = {
 
 # The interpreter is slow, so CPU ranks run a selection.
 ON_CPU = {
-    (1, "default"): ["GQA", "window", "soft cap", "no keys", "fp8", "paged", "more tokens than keys"],
+    (1, "default"): ["GQA", "window", "soft cap", "no keys", "fp8", "paged", "more tokens than keys", "rope, fp32"],
     (1, "one program"): ["tokens", "fp32"],
     (2, "default"): [
         "GQA", "MHA", "heads of 256", "heads of 192 and 128", "fp32", "odd heads", "latent",
         "latent, paged, two tokens", "one token", "more tokens than keys", "window of several blocks", "window of one",
         "no keys", "no keys of one", "fp8", "fp8 by head, paged", "fp8, latent", "fp8, scales of two kinds",
-        "fp8, odd heads",
+        "fp8, odd heads", "rope, fp8 by head",
     ],
     (2, "small blocks"): ["tokens", "paged", "pages of one", "pages, all at once"],
     (2, "one program"): ["soft cap", "all on the last"],
     (2, "high tiles"): ["latent, many heads", "tokens"],
     (2, "low tiles"): ["latent, many heads"],
-    (1, "split"): ["GQA", "soft cap", "fp8", "paged", "latent, paged, two tokens", "more tokens than keys"],
-    (2, "split"): ["MHA", "latent, many heads", "no keys of one", "fp8 by head, paged", "window", "tokens", "fp32"],
+    (1, "split"): [
+        "GQA", "soft cap", "fp8", "paged", "latent, paged, two tokens", "more tokens than keys", "rope",
+    ],
+    (2, "split"): [
+        "MHA", "latent, many heads", "no keys of one", "fp8 by head, paged", "window", "tokens", "fp32",
+        "rope, latent, fp8, paged",
+    ],
     (3, "split, many programs"): ["none on the first", "one key", "odd heads"],
-    (2, "torch"): ["GQA", "window", "latent", "no keys of one", "pages, all at once", "fp8 by head, paged"],
+    (2, "torch"): [
+        "GQA", "window", "latent", "no keys of one", "pages, all at once", "fp8 by head, paged", "rope, fp8 by head",
+    ],
     (3, "default"): ["window", "none on the first", "one key"],
     (3, "small blocks"): ["MQA", "pages, all at once"],
     (4, "default"): ["tokens", "window wider than all"],

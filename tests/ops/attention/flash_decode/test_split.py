@@ -49,6 +49,29 @@ def test_calls(check):
     on_ranks(1, check, HEADS)
 
 
+ROPE = [
+    (16, 3, FP16, "tensor"), (64, None, BF16, None), (64, 2, BF16, "one"), (100, 3, BF16, "head"),
+    (128, None, FP16, "tensor"), (128, 2, BF16, "tensor"),
+] if ON_HOPPER else [(3, 2, BF16, "tensor"), (3, None, FP16, None)]
+
+
+@pytest.mark.parametrize("heads, tokens, dtype, scales", ROPE, ids=str)
+def test_rope(heads, tokens, dtype, scales):
+    on_ranks(1, split_cases.computes_with_rope, heads, tokens, dtype, scales, PROGRAMS)
+
+
+def test_pages_with_rope():
+    on_ranks(1, split_cases.computes_pages_with_rope, HEADS, [32, 96, 16] if ON_HOPPER else [32])
+
+
+@pytest.mark.parametrize("check", [
+    split_cases.computes_with_any_scale_of_keys, split_cases.supports_one_buffer_for_both,
+    split_cases.supports_calls_in_a_row_with_rope, split_cases.checks_rope,
+], ids=lambda check: check.__name__)
+def test_calls_with_rope(check):
+    on_ranks(1, check, HEADS)
+
+
 @pytest.mark.parametrize("world_size, tokens", [(1, 2), (2, None)])
 def test_gradients(world_size, tokens):
     on_ranks(world_size, split_cases.computes_gradients, HEADS, tokens)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tdkernels.ops.attention.flash_decode import torch_attention
+from tdkernels.ops.attention.flash_decode.operands import Operands
 from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
 from tdkernels.ops.attention.flash_decode.torch_attention import FLASH, FLASH_COPIED, FLASH_PAGED, PLAIN, select_path
 from tests.ops.attention.flash_decode import torch_cases
@@ -158,7 +159,7 @@ def test_arguments_of_the_kernel_for_gpus(tokens, heads, kv_heads, page, monkeyp
         _flash_attention_forward=lambda *args, **options: calls.append(1) or fake_flash_attention(*args, **options)
     ))
     monkeypatch.setattr(torch_attention, "_attend_on_cpu", torch_attention._attend_on_gpu)
-    o, lse = torch_attention.attend(q, k, v, lens, table, None, (0.3, None, None), None)
+    o, lse = torch_attention.attend(Operands(q, k, v, lens, table), (0.3, None, None), None)
     wide = q.double(), k.double(), v.double()
     exact, exact_lse = flash_decode_ref(*wide, lens, block_table=table, scale=0.3, return_lse=True)
     assert calls and o.is_contiguous() and lse.is_contiguous()
@@ -177,7 +178,7 @@ def test_keys_beyond_the_lengths_are_not_read(tokens, page):
     found = []
     for other in (math.nan, math.inf, 0.0, 1e4):
         caches = [cache.masked_fill(k.isnan(), other) for cache in (k, v)]
-        found.append(torch_attention.attend(q, *caches, lens, table, None, (0.3, None, None), None))
+        found.append(torch_attention.attend(Operands(q, *caches, lens, table), (0.3, None, None), None))
     for o, lse in found:
         assert torch.equal(o, found[0][0]) and torch.equal(lse, found[0][1]) and o.isfinite().all()
 
@@ -197,5 +198,5 @@ class RejectsSynchronization(TorchDispatchMode):
 def test_host_does_not_wait(tokens, page, options):
     q, k, v, lens, table = draw_call(tokens, 6, 2, page)
     with RejectsSynchronization():
-        o, _ = torch_attention.attend(q, k, v, lens, table, None, options, None)
+        o, _ = torch_attention.attend(Operands(q, k, v, lens, table), options, None)
     assert o.isfinite().all()

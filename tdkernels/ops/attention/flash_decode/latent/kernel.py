@@ -33,18 +33,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tdkernels.lang.gluon_kernel import gluon_jit
+from tdkernels.ops.attention.flash_decode.latent.conversion import convert_partition
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     BUFFERS,
     CONSUMER_REGISTERS,
+    FP8_CONSUMER_REGISTERS,
+    FP8_SCALED,
     FREE_A,
     FREE_B,
     HALF,
+    LATENT,
     NUM_BARRIERS,
     NUM_VECTORS,
     PAIRS,
     QUERY,
     QUERY_FREE,
+    QUERY_RAW,
     ROTARY,
     ROWS,
     SUMS,
@@ -81,7 +86,7 @@ def _left_weights(
     state: (maxima of the sums, sums)
     """
     _, length, limits = tile
-    _, _, _, _, _, scale, _, _, _ = call
+    scale = call[5]
     own, total = state
     scores = mask(scores, 2 * pair, length, limits, there, TQ, PAGE)
     dtype: gl.constexpr = memory[5].dtype
@@ -129,7 +134,8 @@ def _left_step(
 
 @gluon.jit
 def left_partition(
-    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """Partition of the even blocks and of columns 0 to 255 of the output."""
     entry, block_r, first, pos, end, _ = work
@@ -137,7 +143,7 @@ def left_partition(
     turn = 0
     part = 0
     while pos < end:
-        tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
+        tile, q_rotary = begin_part(call, memory, bars, entry, block_r, part, TQ, GROUP, 0, FP8)
         length = tile[1]
         first_pair, past_pair, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         maximum = gl.full((ROWS,), float("-inf"), gl.float32, of_row)
@@ -162,7 +168,7 @@ def left_partition(
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
         own, total = state
         total *= gl.exp2(own - gl.where(maximum == float("-inf"), 0.0, maximum))
-        store_part(call, memory, bars, o, maximum, total, number, part, 0)
+        store_part(call, memory, bars, o, maximum, total, number, part, 0, FP8)
         if ends:
             first = stop
             entry += 1
@@ -183,7 +189,7 @@ def _right_step(
     state: (maxima, sums)
     """
     entry, length, limits = tile
-    _, _, _, _, _, scale, _, _, _ = call
+    scale = call[5]
     k_right = memory[3]
     own, total = state
     even = (turn % PAIRS) * 2
@@ -218,7 +224,8 @@ def _right_step(
 
 @gluon.jit
 def right_partition(
-    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+    call, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """Partition of the odd blocks and of columns 256 to 511 of the output."""
     entry, block_r, first, pos, end, _ = work
@@ -226,7 +233,7 @@ def right_partition(
     turn = 0
     part = 0
     while pos < end:
-        tile, q_rotary = begin_part(call, entry, block_r, TQ, GROUP)
+        tile, q_rotary = begin_part(call, memory, bars, entry, block_r, part, TQ, GROUP, 1, FP8)
         length = tile[1]
         first_pair, past_pair, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         state = gl.full((ROWS,), float("-inf"), gl.float32, of_row), gl.zeros((ROWS,), gl.float32, of_row)
@@ -245,7 +252,7 @@ def right_partition(
         )
         turn += 1
         mbarrier.arrive(bars.index(QUERY_FREE), count=1)
-        store_part(call, memory, bars, o, state[0], state[1], number, part, 1)
+        store_part(call, memory, bars, o, state[0], state[1], number, part, 1, FP8)
         if ends:
             first = stop
             entry += 1
@@ -257,15 +264,42 @@ def right_partition(
 
 
 @gluon.jit
-def _barriers():
+def _barriers(FP8: gl.constexpr):
     """Return the initialized barriers: each waits for one arrival, or for one of each warp group."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for number in gl.static_range(QUERY_FREE):
+    for number in gl.static_range(QUERY):
         mbarrier.init(bars.index(number), count=1)
+    mbarrier.init(bars.index(QUERY), count=2 if FP8 else 1)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     mbarrier.init(bars.index(SUMS), count=2)
+    if FP8:
+        for number in gl.static_range(QUERY_RAW, NUM_BARRIERS):
+            mbarrier.init(bars.index(number), count=1)
     fence_async_shared()
     return bars
+
+
+@gluon.jit
+def _shared_memory(dtype: gl.constexpr, FP8: gl.constexpr):
+    """Return the tuple ``memory`` of all partitions, see ``loading``."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
+    latent_dtype: gl.constexpr = gl.float16 if FP8 else dtype
+    q_left = gl.allocate_shared_memory(latent_dtype, [ROWS, HALF], swizzled)
+    q_right = gl.allocate_shared_memory(latent_dtype, [ROWS, HALF], swizzled)
+    k_left = gl.allocate_shared_memory(latent_dtype, [BUFFERS, BLOCK, HALF], swizzled)
+    k_right = gl.allocate_shared_memory(latent_dtype, [BUFFERS, BLOCK, HALF], swizzled)
+    k_rotary = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, ROTARY], swizzled)
+    weights = gl.allocate_shared_memory(latent_dtype, [2, ROWS, BLOCK], narrow)
+    vectors = gl.allocate_shared_memory(gl.float32, [NUM_VECTORS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if FP8:
+        raw: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        raw_left = k_left._reinterpret(gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
+        raw_right = k_right._reinterpret(gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
+        q_rotary = gl.allocate_shared_memory(dtype, [ROWS, ROTARY], swizzled)
+        return q_left, q_right, k_left, k_right, k_rotary, weights, vectors, (raw_left, raw_right), q_rotary
+    else:
+        return q_left, q_right, k_left, k_right, k_rotary, weights, vectors
 
 
 _NOT_SPECIALIZED = [
@@ -275,48 +309,56 @@ _NOT_SPECIALIZED = [
 
 @gluon_jit(do_not_specialize=_NOT_SPECIALIZED)
 def latent_kernel(
-    q_ptr, latent, rotary, queries, lens_ptr, table_ptr, stride_table, num_pages, scratch_ptr, lse_at, scale, B,
-    capacity, shares, slots, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr,
-    PAGE: gl.constexpr, CHUNK: gl.constexpr = 0,
+    q_ptr, latent, rotary, queries, lens_ptr, table_ptr, stride_table, num_pages, k_scale_ptr, v_scale_ptr, scratch_ptr,
+    lse_at, scale, B, capacity, shares, slots, tiles_of_entry, TQ: gl.constexpr, GROUP: gl.constexpr, BP: gl.constexpr,
+    PAGE: gl.constexpr, CHUNK: gl.constexpr = 0, FP8: gl.constexpr = 0, ROPE_AT: gl.constexpr = LATENT,
 ):
     """Store the parts of o and lse in scratch memory, numbered as in ``kernel_split``.
 
     q_ptr: q [B * TQ * GROUP, 576]
-    latent, rotary: descriptors of the cache, for [1, BLOCK, 256] and [1, BLOCK, 64] elements: [B, capacity, 576], or
-        [num_pages, PAGE, 576]
+    latent, rotary: descriptors of the cache, for [1, BLOCK, 256] and [1, BLOCK, 64] elements: [B, capacity, columns],
+        or [num_pages, PAGE, columns]
     queries: a descriptor of q for [ROWS, 256] elements
     scratch_ptr: o [parts, ROWS, 512]; from element ``lse_at`` on, lse [parts, ROWS] to base 2; fp32
     scale: factor of the scores, positive, including log2(e)
     tiles_of_entry: blocks of ROWS query rows of an entry
     PAGE: keys per page, a multiple of BLOCK; 0 for a dense cache
     slots, CHUNK: as in ``kernel_split``
+    FP8: 1 if ``latent`` is e4m3, as bytes, 2 if it also has scales, otherwise 0
+    ROPE_AT: the first column of ``rotary`` to read
     """
     # As ``td.launch_dependents``: the second launch is a programmatic dependent launch.
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
-    memory = (
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], swizzled),
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], swizzled),
-        gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, HALF], swizzled),
-        gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, HALF], swizzled),
-        gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, ROTARY], swizzled),
-        gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK], narrow),
-        gl.allocate_shared_memory(gl.float32, [NUM_VECTORS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-    )
-    bars = _barriers()
+    memory = _shared_memory(dtype, FP8)
+    bars = _barriers(FP8)
     work = first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP, CHUNK)
     table = table_ptr, stride_table, num_pages
-    call = q_ptr, lens_ptr, table, scratch_ptr, lse_at, scale, B, capacity, (shares, slots)
-    gl.warp_specialize(
-        [
-            (load_partition, (call, (latent, rotary, queries), memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
-            (left_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
-            (right_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
-    )
+    scales = scale, scale  # not used
+    if FP8 == FP8_SCALED:
+        scales = gl.load(k_scale_ptr), gl.load(v_scale_ptr)
+    call = q_ptr, lens_ptr, table, scratch_ptr, lse_at, scale, B, capacity, (shares, slots), scales
+    keys = latent, rotary, queries
+    registers: gl.constexpr = FP8_CONSUMER_REGISTERS if FP8 else CONSUMER_REGISTERS
+    if FP8:
+        gl.warp_specialize(
+            [
+                (convert_partition, (call, keys, memory, bars, work, TQ, GROUP, PAGE, CHUNK, ROPE_AT)),
+                (left_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK, FP8)),
+                (right_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK, FP8)),
+            ],
+            [4, 4],
+            [registers, registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (load_partition, (call, keys, memory, bars, work, TQ, GROUP, PAGE, CHUNK, ROPE_AT)),
+                (left_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK, FP8)),
+                (right_partition, (call, memory, bars, work, TQ, GROUP, PAGE, CHUNK, FP8)),
+            ],
+            [4, 4],
+            [registers, registers],
+        )

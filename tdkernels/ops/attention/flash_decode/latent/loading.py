@@ -20,6 +20,8 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     PAIRS,
     QUERY,
     QUERY_FREE,
+    RAW_A,
+    RAW_B,
     ROTARY,
     ROWS,
 )
@@ -27,8 +29,9 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
 # Tuples that all partitions use:
 #
 #     call      q_ptr, lens_ptr, (table_ptr, stride_table, num_pages), scratch_ptr, lse_at, scale, B, capacity,
-#               (shares, slots)
-#     memory    queries left and right, keys left, right and rotary, weights of both warp groups, vectors
+#               (shares, slots), (k_scale, v_scale)
+#     memory    queries left and right, keys left, right and rotary, weights of both warp groups, vectors; with an fp8
+#               cache also (keys left and right as bytes, in halves of their buffers), rotary columns of the queries
 #     work      entry, block of query rows, first unit of the entry, first unit and end of the program, share
 #
 # Units are those of ``kernel_work``: pairs of blocks, or chunks of at least CHUNK pairs if CHUNK > 0.
@@ -57,7 +60,7 @@ def _plus(a, b):
 @gluon.jit
 def part_at(call, work, first, pos, entry, length, CHUNK: gl.constexpr):
     """Return (first pair of blocks, end of the pairs, unit after the part, whether it ends the entry, its number)."""
-    _, _, _, _, _, _, B, _, division = call
+    _, _, _, _, _, _, B, _, division, _ = call
     shares, slots = division
     _, block_r, _, _, end, share = work
     pairs = num_pairs(length)
@@ -128,28 +131,40 @@ def clear(values, block, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _load_a(keys, place, barrier, k_left, k_rotary):
+def load_a(keys, at, memory, bars, buffer, FP8: gl.constexpr, ROPE_AT: gl.constexpr):
     """Load latent columns 0 to 255 and the rotary columns of a block of keys."""
     latent, rotary, _ = keys
-    mbarrier.expect(barrier, BLOCK * (HALF + ROTARY) * 2)
     # The descriptors have three dimensions, the buffers two.
-    k_rotary = k_rotary._reinterpret(rotary.dtype, rotary.block_type.shape, rotary.layout)
-    tma.async_copy_global_to_shared(rotary, [place[0], place[1], LATENT], barrier, k_rotary)
+    k_rotary = memory[4].index(buffer)._reinterpret(rotary.dtype, rotary.block_type.shape, rotary.layout)
+    if FP8:
+        barrier = bars.index(RAW_A + buffer)
+        k_left = memory[7][0].index(2 * buffer + 1)
+    else:
+        barrier = bars.index(KEYS_A + buffer)
+        k_left = memory[2].index(buffer)
+    mbarrier.expect(barrier, BLOCK * (HALF * (1 if FP8 else 2) + ROTARY * 2))
+    tma.async_copy_global_to_shared(rotary, [at[0], at[1], ROPE_AT], barrier, k_rotary)
     k_left = k_left._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
-    tma.async_copy_global_to_shared(latent, [place[0], place[1], 0], barrier, k_left)
+    tma.async_copy_global_to_shared(latent, [at[0], at[1], 0], barrier, k_left)
 
 
 @gluon.jit
-def _load_b(keys, place, barrier, k_right):
+def load_b(keys, at, memory, bars, buffer, FP8: gl.constexpr):
     """Load latent columns 256 to 511 of a block of keys."""
     latent, _, _ = keys
-    mbarrier.expect(barrier, BLOCK * HALF * 2)
+    if FP8:
+        barrier = bars.index(RAW_B + buffer)
+        k_right = memory[7][1].index(2 * buffer + 1)
+    else:
+        barrier = bars.index(KEYS_B + buffer)
+        k_right = memory[3].index(buffer)
+    mbarrier.expect(barrier, BLOCK * HALF * (1 if FP8 else 2))
     k_right = k_right._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
-    tma.async_copy_global_to_shared(latent, [place[0], place[1], HALF], barrier, k_right)
+    tma.async_copy_global_to_shared(latent, [at[0], at[1], HALF], barrier, k_right)
 
 
 @gluon.jit
-def _place(call, entry, key, length, PAGE: gl.constexpr):
+def place(call, entry, key, length, PAGE: gl.constexpr):
     """Return the indices of a block that begins at ``key`` in the first two dimensions of the cache.
 
     Memory beyond the length, which may hold NaN, is not read from a dense cache: its last block begins BLOCK keys
@@ -162,12 +177,23 @@ def _place(call, entry, key, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def load_queries(keys, memory, barrier, row):
+    """Load the latent columns of ROWS queries. With an fp8 cache, the buffers are for the converted ones."""
+    queries = keys[2]
+    q_left = memory[0]._reinterpret(queries.dtype, queries.block_type.shape, queries.layout)
+    q_right = memory[1]._reinterpret(queries.dtype, queries.block_type.shape, queries.layout)
+    mbarrier.expect(barrier, ROWS * LATENT * 2)
+    tma.async_copy_global_to_shared(queries, [row, 0], barrier, q_left)
+    tma.async_copy_global_to_shared(queries, [row, HALF], barrier, q_right)
+
+
+@gluon.jit
 def load_partition(
-    call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr
+    call, keys, memory, bars, work, TQ: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
+    ROPE_AT: gl.constexpr,
 ):
-    """Partition that loads queries and keys."""
-    q_ptr, lens_ptr, _, _, _, _, B, capacity, _ = call
-    q_left, q_right, k_left, k_right, k_rotary, _, _ = memory
+    """Partition that loads queries and keys, unless the cache is fp8."""
+    q_ptr, lens_ptr, _, _, _, _, B, capacity, _, _ = call
     entry, block_r, first, pos, end, share = work
     turn = 0  # pairs of blocks so far
     part = 0  # parts so far
@@ -176,24 +202,22 @@ def load_partition(
         begin, past, stop, ends, number = part_at(call, work, first, pos, entry, length, CHUNK)
         row = entry * (TQ * GROUP) + block_r * ROWS
         mbarrier.wait(bars.index(QUERY_FREE), (part & 1) ^ 1)
-        mbarrier.expect(bars.index(QUERY), ROWS * LATENT * 2)
-        tma.async_copy_global_to_shared(keys[2], [row, 0], bars.index(QUERY), q_left)
-        tma.async_copy_global_to_shared(keys[2], [row, HALF], bars.index(QUERY), q_right)
+        load_queries(keys, memory, bars.index(QUERY), row)
         for pair in range(begin, past):
             phase = ((turn // PAIRS) & 1) ^ 1
             even = (turn % PAIRS) * 2
             odd = even + 1
-            place = _place(call, entry, pair * PAIR, length, PAGE)
-            place_odd = _place(call, entry, pair * PAIR + BLOCK, length, PAGE)
+            even_at = place(call, entry, pair * PAIR, length, PAGE)
+            odd_at = place(call, entry, pair * PAIR + BLOCK, length, PAGE)
             # In the order in which the warp groups free the pieces.
             mbarrier.wait(bars.index(FREE_A + even), phase)
-            _load_a(keys, place, bars.index(KEYS_A + even), k_left.index(even), k_rotary.index(even))
+            load_a(keys, even_at, memory, bars, even, False, ROPE_AT)
             mbarrier.wait(bars.index(FREE_B + even), phase)
-            _load_b(keys, place, bars.index(KEYS_B + even), k_right.index(even))
+            load_b(keys, even_at, memory, bars, even, False)
             mbarrier.wait(bars.index(FREE_B + odd), phase)
-            _load_b(keys, place_odd, bars.index(KEYS_B + odd), k_right.index(odd))
+            load_b(keys, odd_at, memory, bars, odd, False)
             mbarrier.wait(bars.index(FREE_A + odd), phase)
-            _load_a(keys, place_odd, bars.index(KEYS_A + odd), k_left.index(odd), k_rotary.index(odd))
+            load_a(keys, odd_at, memory, bars, odd, False, ROPE_AT)
             turn += 1
         if ends:
             first = stop

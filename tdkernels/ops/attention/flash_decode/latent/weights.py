@@ -4,9 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from tdkernels.ops.attention.flash_decode.latent.conversion import convert_query
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     FACTOR,
+    FP8_SCALED,
     HALF,
     KEYS_A,
     KEYS_B,
@@ -28,7 +30,7 @@ from tdkernels.ops.attention.flash_decode.latent.loading import length_of
 
 @gluon.jit
 def _rotary_query(q_ptr, row, rows):
-    """Return the rotary columns of the queries as an operand in registers, because shared memory is full."""
+    """Return the rotary columns of the queries as an operand in registers, which are read faster than shared memory."""
     operand: gl.constexpr = gl.DotOperandLayout(0, scores_layout(), 2)
     rows_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, operand))
     columns = LATENT + gl.arange(0, ROTARY, layout=gl.SliceLayout(0, operand))
@@ -44,22 +46,30 @@ def _limits(length, block_r, TQ: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def begin_part(call, entry, block_r, TQ: gl.constexpr, GROUP: gl.constexpr):
-    """Return (tile, rotary columns of the queries) for a part of an entry.
+def begin_part(
+    call, memory, bars, entry, block_r, part, TQ: gl.constexpr, GROUP: gl.constexpr, ODD: gl.constexpr,
+    FP8: gl.constexpr,
+):
+    """Return (tile, rotary columns of the queries) for a part of an entry. With an fp8 cache, convert half of a query.
 
     tile: (entry, number of its keys, last visible key of each row)
     """
-    q_ptr, lens_ptr, _, _, _, _, _, capacity, _ = call
+    q_ptr, lens_ptr, _, _, _, _, _, capacity, _, _ = call
     length = length_of(lens_ptr, entry, capacity)
     rows = TQ * GROUP - block_r * ROWS
-    q_rotary = _rotary_query(q_ptr, entry * (TQ * GROUP) + block_r * ROWS, rows)
+    row = entry * (TQ * GROUP) + block_r * ROWS
+    if FP8:
+        convert_query(call, memory, bars, row, rows, part, ODD, FP8)
+        q_rotary = memory[8]
+    else:
+        q_rotary = _rotary_query(q_ptr, row, rows)
     return (entry, length, _limits(length, block_r, TQ, GROUP)), q_rotary
 
 
 @gluon.jit
 def start_scores(memory, bars, q_rotary, turn, ODD: gl.constexpr):
     """Start the products of the queries and a block of keys, as its pieces arrive: three products in flight."""
-    q_left, q_right, k_left, k_right, k_rotary, _, _ = memory
+    q_left, q_right, k_left, k_right, k_rotary = memory[0], memory[1], memory[2], memory[3], memory[4]
     phase = (turn // PAIRS) & 1
     buffer = (turn % PAIRS) * 2 + ODD
     scores = gl.zeros((ROWS, BLOCK), gl.float32, scores_layout())
@@ -135,9 +145,9 @@ def as_operand(weights):
 
 
 @gluon.jit
-def store_part(call, memory, bars, o, maximum, total, number, part, ODD: gl.constexpr):
+def store_part(call, memory, bars, o, maximum, total, number, part, ODD: gl.constexpr, FP8: gl.constexpr):
     """Add the sums of both warp groups, and store this one's columns of part ``number`` in scratch memory."""
-    _, _, _, scratch_ptr, lse_at, _, _, _, _ = call
+    scratch_ptr, lse_at = call[3], call[4]
     vectors = memory[6]
     layout: gl.constexpr = gl.SliceLayout(1, output_layout())
     vectors.index(SUM + ODD).store(total)
@@ -148,7 +158,10 @@ def store_part(call, memory, bars, o, maximum, total, number, part, ODD: gl.cons
     divisor = gl.where(nonempty, total, 1.0)
     rows = number.to(gl.int64) * ROWS + gl.arange(0, ROWS, layout=layout)
     columns = ODD * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, output_layout()))
-    gl.store(scratch_ptr + rows[:, None] * LATENT + columns[None, :], o / divisor[:, None])
+    o = o / divisor[:, None]
+    if FP8 == FP8_SCALED:
+        o *= call[9][1]
+    gl.store(scratch_ptr + rows[:, None] * LATENT + columns[None, :], o)
     if ODD == 0:
         maximum = gl.convert_layout(maximum, layout)
         gl.store(scratch_ptr + lse_at + rows, gl.where(nonempty, maximum + gl.log2(divisor), float("-inf")))
