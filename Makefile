@@ -34,7 +34,7 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 # has its own directory for temporary files, which is removed even if the half is killed. The tests in ALONE run first:
 # they check files that processes leave behind, or measure time. CI=true: each part must run tests on several ranks.
 ALONE := tests/symm tests/test_import.py
-FIRST := tests/ops tests/cli tests/test_wheel.py
+FIRST := tests/ops tests/nn tests/cli tests/test_wheel.py
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); \

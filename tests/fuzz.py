@@ -33,15 +33,20 @@ def fuzz(variant, seeds, calls=1):
     """
 
     def run():
-        points = []
         variant.run_here(2)  # the second call has no first-call work left, such as a cached launch
-        for seed in seeds:
-            with schedule(seed) as scheduled:
-                variant.run_here(calls)
-            points.append(len(scheduled.events))
-        return points
+        return scheduling_points(variant, seeds, calls)
 
     return run() if variant.local is None else on_nodes(variant.local, run)
+
+
+def scheduling_points(variant, seeds, calls=1):
+    """``fuzz`` for a variant that has been called in its group; the world is already on simulated nodes."""
+    points = []
+    for seed in seeds:
+        with schedule(seed) as scheduled:
+            variant.run_here(calls)
+        points.append(len(scheduled.events))
+    return points
 
 
 def fuzz_variants(names, seeds_each, first, minutes, report):

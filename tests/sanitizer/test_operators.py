@@ -6,8 +6,9 @@ It has no data race in several calls, and its values are right if ranks and prog
 import pytest
 
 from tdkernels.sanitizer import record
-from tests.fuzz import fuzz
+from tests.fuzz import scheduling_points
 from tests.support.ranks import DEVICE, on_ranks
+from tests.support.simulated_nodes import on_nodes
 from tests.support.subset import THOROUGH
 from tests.support.variants import VARIANTS
 
@@ -18,16 +19,20 @@ SEEDS = range(2 if THOROUGH else 1)
 
 def checked(variant):
     """Return the number of recorded events, and the scheduling points of each schedule."""
-    with record() as races:
-        variant.run(CALLS)
-    return races.events, fuzz(variant, SEEDS)
+
+    def run():
+        with record() as races:
+            variant.run_here(CALLS)
+        return races.events, scheduling_points(variant, SEEDS)
+
+    return run() if variant.local is None else on_nodes(variant.local, run)
 
 
 # Their memory accesses are those of other variants, apart from the dtype or a few rows.
 ALIKE = {
     "ag_gemm wire", "ag_gemm wire across nodes", "ag_gemm one_shot scaled by row", "ag_gemm copy_engine scaled by row",
     "ag_gemm of two scaled weights", "gemm_rs direct scaled by row", "gemm_rs forward scaled by block",
-    "all_to_all low latency", "ep_dispatch small",
+    "all_to_all low latency", "ep_dispatch small", "gemm_rs tree", "gemm_ar tree",
     *(f"{operator} across nodes of 1" for operator in ("ag_gemm", "gemm_rs", "gemm_ar")),
 }
 

@@ -22,7 +22,7 @@ with pytest.raises(RuntimeError, match="process of its own"):
     solo_group(RANKS)
 torch.manual_seed(0)
 on_gpu = device == "cuda"
-sizes = [(8192, 1024, 512), (4096, 2048, 512)] if on_gpu else [(128, 64, 64), (256, 64, 32)]
+sizes = [(8192, 1024, 512), (4096, 2048, 512)] if on_gpu else [(128, 64, 64), (128, 64, 32)]
 def later_results(call):
     # On a GPU, the first call of a plan runs with all signals set, also those of data that has not been sent yet.
     first = call()

@@ -11,8 +11,8 @@ from tests.support.ranks import on_ranks
 # Operator, changes to the default config, and its sizes, such as M, N and K: multiples of the world size, or absolute
 # if negative; and the memory layout of its operands, if not the default.
 VARIANTS = {
-    "push": ("ag_gemm", {"transport": "push", "num_comm_sms": 2}, (130, 70, -48)),
-    "copy engine": ("ag_gemm", {"transport": "copy_engine"}, (130, 70, -48)),
+    "push": ("ag_gemm", {"transport": "push", "num_comm_sms": 2}, (70, 40, -16)),
+    "copy engine": ("ag_gemm", {"transport": "copy_engine"}, (70, 40, -16)),
     "reduce-scatter": ("gemm_rs", {}, (130, -140, 16)),
     "reduce-scatter, direct": ("gemm_rs", {"transport": "direct"}, (130, -140, 16)),
     "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
@@ -20,7 +20,7 @@ VARIANTS = {
     "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
     "one shot reduce-scatter": ("gemm_rs", {"transport": "one_shot"}, (9, -140, 64)),
     "one shot all-gather": ("ag_gemm", {"transport": "one_shot", "split_k": 2, "num_comm_sms": 2}, (9, 140, -64)),
-    "ulysses qkv": ("ulysses_qkv", {}, (70, 70, -48)),
+    "ulysses qkv": ("ulysses_qkv", {}, (70, 70, -16)),
     "ulysses out": ("ulysses_out", {"num_comm_sms": 2, "chunk_parts": 1}, (70, -70, 32)),
     "attention": ("ag_attention", {"chunk_rows": 16}, (-1, 36, -4, -2, -16, -16), "full"),
     "decode": ("flash_decode", {"block_n": 16, "num_programs": 6}, (-2, -1, -4, -2, -16, -16, -56)),

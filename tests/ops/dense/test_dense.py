@@ -172,7 +172,7 @@ def test_no_rows(world_size, changes, operator):
     on_ranks(world_size, cases.computes_without_rows, operator, BF16, changes)
 
 
-@pytest.mark.parametrize("world_size, dtype, operator", pairs([1, 2, 3], [BF16, FP32], OPERATORS), ids=str)
+@pytest.mark.parametrize("world_size, dtype, operator", pairs([1, 3], [BF16, FP32], OPERATORS), ids=str)
 def test_subsets_of_gradients(world_size, dtype, operator):
     on_ranks(world_size, cases.computes_subsets_of_gradients, operator, dtype)
 
