@@ -27,7 +27,7 @@ from bench.dense import solo  # noqa: E402
 from bench.dense.operators import OPERATORS, Case  # noqa: E402
 from bench.dense.peers import PEERS  # noqa: E402
 from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
-from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, tp_moe  # noqa: E402
+from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, scaled_grouped_gemm, tp_moe  # noqa: E402
 from bench.report import main as report  # noqa: E402
 from tdkernels.cli.output import console  # noqa: E402
 from tdkernels.launch import RankPool  # noqa: E402
@@ -98,7 +98,7 @@ def main(options):
             print(_REPLACED, flush=True)
         sizes, matrices = collectives.REHEARSAL_SIZES, norm.REHEARSAL_SHAPES
         layer, tokens = dispatch.REHEARSAL_LAYER, dispatch.REHEARSAL_TOKENS
-        shapes = grouped_gemm.REHEARSAL_SHAPES if grouped else shapes
+        shapes = grouped_gemm.rehearsal(shapes) if grouped else shapes
         tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
         caches, lengths = flash_decode.REHEARSAL_SHAPES, sequence_shapes.REHEARSAL
     plan = measure.Plan(
@@ -111,6 +111,7 @@ def main(options):
         *norm.cases(norms, matrices, ranks),
         *_supported(dispatch.cases(experts, tokens, ranks, layer, payloads, options.routing)),
         *grouped_gemm.cases(grouped, shapes, options.routing, options.backward),
+        *scaled_grouped_gemm.cases(grouped, shapes, options.routing),
         *_supported(tp_moe.cases(_of_module(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
         *_supported(
             ep_moe.cases(_of_module(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)
@@ -278,7 +279,9 @@ def revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_CASE_MODULES = (collectives, norm, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
+_CASE_MODULES = (
+    collectives, norm, dispatch, grouped_gemm, scaled_grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses,
+)
 _MODULES = {Case: measure} | {module.Case: module for module in _CASE_MODULES}
 
 

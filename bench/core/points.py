@@ -14,7 +14,7 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
     "tests", "solo", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm", "latent",
-    "invariance", *_SEQUENCE_PARALLEL,
+    "invariance", "group_gemm_scaled", "quantize", "float8_linear", *_SEQUENCE_PARALLEL,
 )
 
 
@@ -136,6 +136,16 @@ def read_ep(folder):
 def read_layers(folder):
     """Return the rows of MoE layers and of grouped GEMMs."""
     return [row for what in ("tp_moe", "ep_moe", "group_gemm") for row in _read_kind(folder, what)]
+
+
+def read_scaled_experts(folder):
+    """Return the rows of grouped GEMMs with scaled fp8 operands."""
+    return _read_kind(folder, "group_gemm_scaled")
+
+
+def read_quantize(folder):
+    """Return the rows of quantization to fp8 and of linear layers in fp8."""
+    return [row for what in ("quantize", "float8_linear") for row in _read_kind(folder, what)]
 
 
 def read_decode(folder):

@@ -8,8 +8,11 @@ SwiGLU is fused in tdkernels, and is torch's silu and multiplication after the G
 "dw" are the gradients of the GEMM alone. The speed-up is over the faster of the other two methods.
 
     python -m tdkernels bench group_gemm --backward --seconds 50 [--shapes mixtral-tp8,RxNxKxE] [--routing skewed]
+
+Shapes with scaled fp8 operands (``--shapes fp8``) are measured by ``bench.experts.scaled_grouped_gemm``.
 """
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -36,7 +39,7 @@ _MAX_SETS = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Grouped GEMM of x [rows, k] and w [experts, n, k]."""
+    """Grouped GEMM of x [rows, k] and w [experts, n, k]; ``fp8``: of scaled fp8 operands."""
 
     rows: int
     n: int
@@ -44,6 +47,7 @@ class Shape:
     experts: int
     activation: str | None = None
     name: str = ""
+    fp8: bool = False
 
     def __str__(self):
         return f"{self.rows}x{self.n}x{self.k}x{self.experts}"
@@ -57,20 +61,43 @@ SHAPES = [
     Shape(32768, 7168, 2048, 32, None, "deepseek-down"),
     Shape(8192, 8192, 8192, 1, None, "one-expert"),
 ]
-REHEARSAL_SHAPES = [Shape(24, 16, 24, 3, "swiglu", "rehearsal")]
+FP8 = "fp8"  # the group of shapes with scaled operands, and the prefix of one of them
+_FP8_NAMES = ("mixtral-tp8", "deepseek-up", "deepseek-down", "one-expert", "tp-moe", "deepseek-lite")
+FP8_SHAPES = [
+    Shape(512, 4096, 7168, 32, "swiglu", "deepseek-decode", fp8=True),  # 64 tokens of 8: bound by reading w
+    *(dataclasses.replace(shape, fp8=True) for name in _FP8_NAMES for shape in SHAPES if shape.name == name),
+]
+REHEARSAL_SHAPES = [
+    Shape(24, 16, 24, 3, "swiglu", "rehearsal"), Shape(24, 32, 32, 3, "swiglu", "rehearsal", fp8=True),
+]
 
 
 def parse_shapes(text):
-    """Parse comma-separated shape names, or sizes as RxNxKxE; without text return all shapes."""
+    """Parse comma-separated shape names, or sizes as RxNxKxE; without text return all shapes without scales.
+
+    "fp8" selects all shapes with scaled fp8 operands, the prefix "fp8:" the shape after it.
+    """
     named, chosen = {shape.name: shape for shape in SHAPES}, []
+    scaled = {shape.name: shape for shape in FP8_SHAPES}
     for word in text.split(",") if text else named:
-        if word in named:
-            chosen.append(named[word])
-        elif re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", word):
-            chosen.append(Shape(*map(int, word.split("x"))))
+        prefix, colon, size = word.rpartition(":")
+        fp8 = prefix == FP8
+        known = scaled if fp8 else named
+        if word == FP8:
+            chosen += FP8_SHAPES
+        elif (fp8 or not colon) and size in known:
+            chosen.append(known[size])
+        elif (fp8 or not colon) and re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", size):
+            chosen.append(Shape(*map(int, size.split("x")), fp8=fp8))
         else:
-            raise ValueError(f"--shapes of group_gemm: {word!r} is neither RxNxKxE nor one of {', '.join(named)}")
-    return chosen
+            names = ", ".join([*named, FP8, *(f"{FP8}:{name}" for name in scaled)])
+            raise ValueError(f"--shapes of group_gemm: {word!r} is neither RxNxKxE nor one of {names}")
+    return list(dict.fromkeys(chosen))
+
+
+def rehearsal(shapes):
+    """Return the rehearsal shapes that have scales if one of ``shapes`` has, and none if one has not."""
+    return [shape for shape in REHEARSAL_SHAPES if shape.fp8 in {one.fp8 for one in shapes}]
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,7 @@ def cases(operators, shapes, routing, backward):
     """Yield the cases of a run; forwards come first, in case the time runs out."""
     for direction in ("forward", "dx", "dw") if backward else ("forward",):
         for _ in operators:
-            yield from (Case(shape, routing, direction) for shape in shapes)
+            yield from (Case(shape, routing, direction) for shape in shapes if not shape.fp8)
 
 
 # ---- on the rank ----
@@ -154,7 +181,7 @@ def _methods(case, plan, first):
     """Return ({name: call}, {name: config}, {name: reason for absence})."""
     calls = {"cublas-loop": lambda s: cublas_loop(case, s), "torch-grouped": lambda s: torch_grouped(case, s)}
     calls["tdkernels"] = lambda s: ours(case, s, None)
-    configs, absent = {"tdkernels": _selected_config(case, first)}, {}
+    configs, absent = {"tdkernels": selected_config(case, first.x)}, {}
     if case.direction != "forward":  # the gradients take no config argument
         return calls, configs, absent
     for number, override in enumerate(plan.overrides, 1):
@@ -176,10 +203,10 @@ def _problem(case):
     return Problem.on(rank_device(), "group_gemm", (shape.rows, n, k, shape.experts), DTYPE, layout, 1, 1)
 
 
-def _selected_config(case, s):
+def selected_config(case, x):
     """Return the config that a call without an explicit config uses: the tuned one, or the heuristic."""
     problem = _problem(case)
-    return known_config(s.x, problem.shape[1:], problem.layout) or _default(case)
+    return known_config(x, problem.shape[1:], problem.layout) or _default(case)
 
 
 def _default(case):

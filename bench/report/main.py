@@ -9,6 +9,7 @@ from bench.collectives import plots as collective_plots
 from bench.collectives import report as collective_report
 from bench.core.points import BadRow
 from bench.dense import norm_report as gemm_norm_report
+from bench.dense import quantize_report
 from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, moe_report
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
@@ -85,13 +86,15 @@ def pages(rows):
         "dense": ("Dense operators",
                   [dense.text(rows.dense, _link), gemm_norm_report.text(rows.gemm_ar_norms),
                    torch_operators.text(rows.torch_operators)]),
-        "scaled": ("Dense operators with scaled fp8 operands", [scaled.text(rows.scaled)]),
+        "scaled": ("Dense operators with scaled fp8 operands",
+                   [scaled.text(rows.scaled), quantize_report.text(rows.quantize)]),
         "solo": ("Dense operators in solo mode",
                  [solo.text(rows.solo), predictions.text(rows.solo, rows.dense_graphs)]),
         "collectives": ("Collectives", [collective_report.text(rows.collectives, _link), norm_report.text(rows.norms)]),
         "dispatch": ("Expert-parallel dispatch and combine", [dispatch_report.text(rows.dispatch, _link)]),
         "experts": ("Layers of experts and grouped GEMM",
-                    [moe_report.text(rows.layers), grouped_gemm_report.text(rows.layers)]),
+                    [moe_report.text(rows.layers), grouped_gemm_report.text(rows.layers),
+                     grouped_gemm_report.scaled_text(rows.scaled_experts)]),
         "attention": ("Attention",
                       [flash_decode_report.text(rows.decode, _link), latent_report.text(rows.latent),
                        attention_report.text(rows.sequences)]),

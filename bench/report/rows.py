@@ -14,8 +14,9 @@ class Rows:
     others:       JSONL rows as dictionaries: collectives, norms after an all-reduce, GEMMs before these norms, dispatch
                   and combine, layers of experts and grouped GEMM, flash-decode, flash-decode with latent caches,
                   sequence parallelism, network primitives, host time per call, configs that the tuner selected, test
-                  runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8 operands, calls
-                  inside and outside the batch-invariant mode
+                  runs, solo mode, torch's fused operators, whole models in frameworks, scaled fp8 operands, grouped
+                  GEMMs with scaled fp8 operands, quantization and linear layers in fp8, calls inside and outside the
+                  batch-invariant mode
     dense_graphs: the benchmark rows of ``dense`` in CUDA graphs, as dictionaries
     faults:       summaries of fault campaigns, as dictionaries
     """
@@ -37,6 +38,8 @@ class Rows:
     torch_operators: tuple = ()
     models: tuple = ()
     scaled: tuple = ()
+    scaled_experts: tuple = ()
+    quantize: tuple = ()
     invariance: tuple = ()
     dense_graphs: tuple = ()
     faults: tuple = ()
@@ -55,6 +58,7 @@ def read(folder):
         tuner=points.read_chosen(folder), tests=points.read_tests(folder), solo=points.read_solo(folder),
         torch_operators=points.read_torch_operators(folder),
         models=points.read_models(folder), scaled=points.read_scaled(folder),
+        scaled_experts=points.read_scaled_experts(folder), quantize=points.read_quantize(folder),
         invariance=points.read_invariance(folder), dense_graphs=points.read_dense_graphs(folder),
         faults=faults_report.read(folder),
     )
