@@ -7,10 +7,11 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, EpMoeConfig, FlashDecodeConfig, GemmArConfig, GroupGemmConfig, Tiles
-from tests.support.ranks import device
+from tests.support.ranks import DEVICE, device
 
 ROWS = 60  # rows that batches draw from
-SIZES = 1, 17, 2, 33  # rows of a rank in a batch: a single row, odd numbers, and more than a tile (64) for 2 ranks
+# Rows of a rank in a batch: a single row, odd numbers, and more than a tile of 64 for 2 ranks, on GPUs also for one.
+SIZES = (1, 17, 2, 33) if DEVICE == "cpu" else (1, 17, 2, 33, 300)
 
 
 class Seen:

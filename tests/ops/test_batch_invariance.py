@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.autotune.invariance import selection_mode
+from tdkernels.ops.common import tile_config
+from tdkernels.ops.common.config import as_argument
 from tdkernels.symm import shared_settings
 from tests.ops import invariance_cases as cases
 from tests.support.ranks import DEVICE, device, on_ranks
@@ -65,6 +67,37 @@ def test_environment_variable(monkeypatch):
         shared_settings.is_batch_invariant()
     tdkernels.set_batch_invariant(False)
     assert not shared_settings.is_batch_invariant()
+
+
+# ---- tiles ----
+
+
+ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="only on Hopper does the mode select one of several tiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [64, 200, 1001, 4096, 7168])
+def test_tiles_of_the_mode_give_the_same_bits(k, dtype):
+    """Compare all tiles in GEMMs, and those for a reduction tree. 1001 columns are not loaded by TMA."""
+    tiles = tile_config._ALIKE_SMALL, tile_config._ALIKE_MEDIUM, tile_config.LARGE
+    configs = [tdkernels.GroupGemmConfig(tiles=one) for one in tiles]
+    generator = torch.Generator("cuda").manual_seed(k)
+
+    def draw(*shape):
+        sizes = torch.randint(-6, 7, shape, generator=generator, device="cuda")
+        return (torch.randn(shape, generator=generator, device="cuda") * 2.0**sizes).to(dtype)
+
+    x, weight = draw(300, k), draw(520, k)
+    splits = torch.tensor([300], dtype=torch.int32, device="cuda")
+    for w in (weight, weight.t().contiguous().t()):
+        found = [tdkernels.group_gemm(x, w.unsqueeze(0), splits, config=config) for config in configs]
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        for leaves in (2, 4, 8) if k % 512 == 0 else ():
+            small, medium = (
+                torch.ops.tdkernels.linear_by_tree(x, w, None, leaves, as_argument(config)) for config in configs[:2]
+            )
+            assert torch.equal(small, medium) and not torch.equal(small, found[0])
 
 
 # ---- bits of rows in many batches ----

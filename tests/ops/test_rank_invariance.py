@@ -11,7 +11,7 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.symm import shared_settings
 from tests.ops import rank_invariance_cases as cases
-from tests.ops.test_batch_invariance_configs import simulated_gpu  # noqa: F401  a fixture
+from tests.ops.test_batch_invariance_configs import of_bits, simulated_gpu  # noqa: F401  a fixture
 from tests.support.ranks import ASKED, on_ranks
 from tests.support.simulated_nodes import thorough
 from tests.test_protocol import failure_of
@@ -103,7 +103,10 @@ def test_config_does_not_depend_on_the_number_of_ranks(operator, shape, simulate
         with tdkernels.batch_invariant(max_ranks=8):
             config = made.invariant(Problem(operator, "a GPU", ranks, ranks, "bfloat16", layout, shape), simulated_gpu)
             assert config.variant_reason() is None
-        found.add((config.num_warps, config.exchange) if operator.startswith("all") else config.tiles)
+        if operator.startswith("all"):
+            found.add((config.num_warps, config.exchange))
+        else:
+            found.add(of_bits(config, simulated_gpu).tiles)
     assert len(found) == 1
 
 

@@ -130,7 +130,9 @@ class DenseTunable(ConfigTunable):
     def invariant(self, problem: "Problem", device: torch.device) -> Any:
         if problem.num_nodes > 1:
             reject_invariant(self.name, "a group on several nodes")
-        tiles = invariant_tiles(problem.torch_dtype, device, problem.layout if is_scaled(problem) else None)
+        layout, (rows, n, _) = problem.layout if is_scaled(problem) else None, self.of_a_rank(problem)
+        shards = problem.shape[0] // max(rows, 1)
+        tiles = invariant_tiles(problem.torch_dtype, device, layout, rows, n, shards)
         return self._with_tiles(self.invariant_config(problem, device), tiles, problem, device)
 
     def default(self, problem: "Problem", device: torch.device) -> Any:

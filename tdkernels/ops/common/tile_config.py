@@ -156,13 +156,38 @@ def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -
     return LARGE
 
 
-def invariant_tiles(dtype: torch.dtype, device: torch.device, layout: str | None = None) -> Tiles:
-    """Return the tile of the batch-invariant mode: the same for all shapes.
+# Tiles of the batch-invariant mode on Hopper for operands in 16 bits. An element of the output has the same bits in all
+# of them: wgmma adds steps of 16 elements of K to it, one after the other, whatever the size of the tile.
+# ``test_tiles_of_the_mode_give_the_same_bits`` compares them. LARGE has too few registers for a reduction tree.
+_ALIKE_SMALL = Tiles(64, 64, 64, num_warps=4, num_stages=6)
+_ALIKE_MEDIUM = Tiles(128, 128, 64, num_warps=8, num_stages=5)
 
-    ``layout`` is the layout of fp8 operands, see ``scaling.layout_of``, or None.
+
+def invariant_tiles(
+    dtype: torch.dtype, device: torch.device, layout: str | None = None, rows: int = 0, n: int = 0, shards: int = 1
+) -> Tiles:
+    """Return the tile of the batch-invariant mode: for all shapes the same, or one with the same bits.
+
+    Args:
+        dtype: Dtype of the operands.
+        device: The device.
+        layout: The layout of fp8 operands, see ``scaling.layout_of``, or None.
+        rows: Rows of the output of a shard. 0 if they are not known: the tile is the same for all shapes.
+        n: Columns of the output.
+        shards: Number of shards.
     """
+    if rows and _has_alike_tiles(dtype, device, layout):
+        if rows <= _ALIKE_SMALL.block_m:
+            return _ALIKE_SMALL
+        fills_gpu = shards * LARGE.count(rows, n) >= gpu.num_sms(device)
+        return LARGE if fills_gpu and not invariant_ranks() else _ALIKE_MEDIUM
     tiles = for_tree(default_tiles(128, 128, dtype, device), dtype, device)
     return tiles if layout is None else scaled_tiles(tiles, layout, device)
+
+
+def _has_alike_tiles(dtype, device, layout):
+    """Return whether the tiles above give the same bits. Other GPUs and fp8 were not compared."""
+    return layout is None and dtype.itemsize == 2 and device.type == "cuda" and gpu.capability(device) == (9, 0)
 
 
 def for_tree(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Tiles:

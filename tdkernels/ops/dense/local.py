@@ -31,11 +31,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not is_batch_invariant():
         return F.linear(x, weight, bias)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    config = GroupGemmConfig(tiles=invariant_tiles(x.dtype, x.device, None, rows.shape[0], weight.shape[0]))
     if invariant_ranks() and bias is not None:
-        y = torch.ops.tdkernels.linear_by_tree(rows, weight, bias, 0, "")
+        y = torch.ops.tdkernels.linear_by_tree(rows, weight, bias, 0, as_argument(config))
     else:
         splits = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        y = group_gemm(rows, weight.unsqueeze(0), splits)
+        y = group_gemm(rows, weight.unsqueeze(0), splits, config=config)
         y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -58,7 +59,7 @@ def linear_of_call(
     """
     if not invariant_ranks():
         return linear(x, weight, bias)
-    tiles: Tiles = (config and config.tiles) or invariant_tiles(x.dtype, x.device)
+    tiles: Tiles = (config and config.tiles) or invariant_tiles(x.dtype, x.device, None, x.shape[0], weight.shape[0])
     leaves = 0 if operator == "ag_gemm" else invariant_ranks()
     if leaves:
         check_leaves(operator, 1, weight, tiles.block_k)
