@@ -101,11 +101,23 @@ def test_latent_kernel_on_hopper(name, sizes, dtype, lens_dtype, chunk_keys):
     parts = launches[0]
     assert parts[0] is latent_kernel and parts[2]["CHUNK"] == chunk_keys // 64
     (compiled,) = compile_launches([parts], "sm_90")
+    if "fp8" in name:
+        check_conversion_in_place(compiled.asm["ptx"])
     machine_code = disassemble(compiled.asm["cubin"])
     if machine_code is None:
         pytest.skip("Triton comes without nvdisasm")
     products, waits = machine_code.count("HGMMA"), machine_code.count("WARPGROUP.DEPBAR")
     assert products >= 100 and 4 * waits <= products  # 160 products and 12 waits with Triton 3.6 and 3.7
+
+
+def check_conversion_in_place(ptx):
+    """Check that all threads read a piece of keys before one of them overwrites it, and fence before they arrive."""
+    found = re.findall(
+        r"ld\.shared|cvt\.rn\.f16x2\.e4m3x2|bar\.sync|st\.shared|fence\.proxy\.async|mbarrier\.arrive\.shared", ptx
+    )
+    text = " ".join(name.split(".")[0] for name in found)
+    pieces = re.findall(r"(?:ld )+(?:cvt )+(?:bar )+(?:st )+fence (?:bar )+mbarrier", text)
+    assert len(pieces) == 4 and text.count("cvt") == sum(piece.count("cvt") for piece in pieces)
 
 
 def test_fp8_decode_on_hopper_reads_no_single_bytes():

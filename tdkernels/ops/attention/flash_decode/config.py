@@ -196,7 +196,8 @@ class DecodeShape:
     @property
     def bytes_of_query(self) -> int:
         """Bytes of one padded query row. For an fp8 cache, queries are converted to fp16."""
-        return sum(self.parts_of_d) * max(self.cache_bytes, 2)
+        first, second = self.parts_of_d
+        return first * max(self.cache_bytes, 2) + second * max(self.rope_bytes or self.cache_bytes, 2)
 
 
 def layout_of(paged: bool, value_is_key: bool, fp8: bool, rope: bool = False) -> str:

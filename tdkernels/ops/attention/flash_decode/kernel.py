@@ -94,6 +94,20 @@ def _attention_mask(keys, length, after, step, window, TQ: tl.constexpr, WINDOW:
 
 
 @td.jit
+def _second_part(
+    cache, strides, keys, length, k_rows, there, FP8: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, CACHE: tl.constexpr,
+):
+    """Load the columns of keys after the first D1, from the cache of the others or from one of their own."""
+    k_ptr, _, rope_ptr, table_ptr, num_pages = cache
+    if CACHE.rope:
+        k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, strides[6], strides[7], CACHE.page)
+        return cache_rows(rope_ptr, k_rows, there, TILE.d - TILE.d1, TILE.d2, FP8, PAIRS)
+    else:
+        return cache_rows(k_ptr + TILE.d1, k_rows, there, TILE.d - TILE.d1, TILE.d2, FP8, PAIRS)
+
+
+@td.jit
 def attend(
     q1, q2, cache, strides, first, last, length, after, step, options,
     TILE: tl.constexpr, CACHE: tl.constexpr,
@@ -111,8 +125,8 @@ def attend(
     D1: tl.constexpr = TILE.d1
     D2: tl.constexpr = TILE.d2
     DVP: tl.constexpr = TILE.padded_dv
-    k_ptr, v_ptr, rope_ptr, table_ptr, num_pages = cache
-    stride_kb, stride_ks, _, stride_vb, stride_vs, _, stride_rb, stride_rs, _, _ = strides
+    k_ptr, v_ptr, _, table_ptr, num_pages = cache
+    stride_kb, stride_ks, _, stride_vb, stride_vs, _, _, _, _, _ = strides
     score_scale, cap, window, k1_scale = options
     WIDTH1: tl.constexpr = TILE.d if TILE.d < D1 else D1
     running_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -132,13 +146,9 @@ def attend(
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         scores = add_scores(scores, q1, q1_odd, k1, CACHE.fp8, CACHE.pairs, TILE.precision)
         if D2:
-            if CACHE.rope:
-                if CACHE.scales:
-                    scores *= k1_scale
-                r_rows, r_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_rb, stride_rs, CACHE.page)
-                k2 = cache_rows(rope_ptr, r_rows, r_there, TILE.d - D1, D2, FP8_2, PAIRS_2)
-            else:
-                k2 = cache_rows(k_ptr + D1, k_rows, there, TILE.d - D1, D2, FP8_2, PAIRS_2)
+            if CACHE.rope and CACHE.scales:
+                scores *= k1_scale
+            k2 = _second_part(cache, strides, keys, length, k_rows, there, FP8_2, PAIRS_2, TILE, CACHE)
             scores = add_scores(scores, q2, q2_odd, k2, FP8_2, PAIRS_2, TILE.precision)
         scores = _capped(scores * score_scale, cap, TILE.soft_cap)
         visible = _attention_mask(keys, length, after, step, window, TILE.queries, TILE.window)

@@ -31,7 +31,7 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_signature, output_spec
 from tdkernels.symm.group import group_state
-from tdkernels.symm.shared_settings import is_batch_invariant
+from tdkernels.symm.shared_settings import batch_invariance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,7 +194,7 @@ def _pair_of(operands, kind, options, group, config, keep):
     workspace, alone = launcher.workspace_of(q, group)
     key = (
         "split", config, options, keep, kind, launcher.value_is_key(k_cache, v_cache), launcher.precision_of(q),
-        is_batch_invariant(), *operand_signature(operands),
+        batch_invariance(), *operand_signature(operands),
     )
     pair = workspace.launches[key]
     if pair is None:

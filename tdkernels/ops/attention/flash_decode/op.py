@@ -279,7 +279,8 @@ def flash_decode(
         k_rope: The columns of the keys after those of k_cache, [B, S, Hkv, Dr] or paged [blocks, block_size, Hkv, Dr],
             in the dtype of q: the rotary columns of MLA, which are often kept in a cache of their own, and in bf16 if
             the latent columns are float8. Then k_cache has D - Dr columns, a power of two of at least 16, and Dr is
-            less. ``k_scale`` does not apply to k_rope.
+            less. ``k_scale`` does not apply to k_rope. On Hopper GPUs, the other columns of q times k_scale are rounded
+            to fp16, so they must be less than 65504.
         scale: Factor of the scores. None means D ** -0.5.
         soft_cap: If given, scores s become soft_cap * tanh(s / soft_cap), after ``scale``.
         window: If given, each query attends only to the last ``window`` keys up to and including its own.

@@ -236,9 +236,9 @@ def supports_one_buffer_for_both(heads):
 
 
 def supports_calls_in_a_row_with_rope(heads):
-    """Check calls of two cases in turn, without another kernel between them."""
-    orders = lengths(), lengths()[::-1]
-    cases = [latent(lens, heads, True, scales="one", seed=40 + number) for number, lens in enumerate(orders)]
+    """Check calls of three cases in turn, in fp8 and not, without another kernel between them."""
+    orders = (lengths(), "one"), (lengths()[::-1], None), (lengths()[::-1], "one")
+    cases = [latent(lens, heads, True, scales=kind, seed=40 + number) for number, (lens, kind) in enumerate(orders)]
     with torch.no_grad():
         expected = [case.run((), config=SPLIT) for case in cases]
         for results, case in zip(expected, cases, strict=True):

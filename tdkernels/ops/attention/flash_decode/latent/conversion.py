@@ -46,9 +46,8 @@ _AHEAD = gl.constexpr(3)
 
 
 @gluon.jit
-def _rotary_query(q_ptr, row, rows):
-    """Return the rotary columns of the queries."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+def rotary_query(q_ptr, row, rows, layout: gl.constexpr):
+    """Return the rotary columns of the queries in a layout."""
     rows_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = LATENT + gl.arange(0, ROTARY, layout=gl.SliceLayout(0, layout))
     offsets = (row + rows_m).to(gl.int64)[:, None] * (LATENT + ROTARY) + columns[None, :]
@@ -67,7 +66,7 @@ def convert_query(call, memory, bars, row, rows, part, RIGHT: gl.constexpr, FP8:
     if RIGHT:
         mbarrier.wait(bars.index(QUERY_RAW), part & 1)
     else:
-        rotary = _rotary_query(call[0], row, rows)
+        rotary = rotary_query(call[0], row, rows, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
         mbarrier.wait(bars.index(QUERY_RAW), part & 1)  # the queries arrive after the last read of those before
         memory[8].store(rotary)
     if FP8 == FP8_SCALED or dtype != gl.float16:

@@ -10,8 +10,8 @@ and passes its own to the other one through shared memory. Per pair of blocks:
     right   o += weights 0 @ v 0 | weights 1 -> publish  | o += weights 1 @ v 1 | scores of the next odd block
 
 So one warp group computes weights while the tensor cores work for the other one. A third partition loads keys with TMA,
-in two pieces per block: latent columns 0 to 255 with the rotary columns (freed by left), and 256 to 511 (freed by
-right). Four blocks fit in shared memory.
+and converts those of an fp8 cache (``conversion``), in two pieces per block: latent columns 0 to 255 with the rotary
+columns (freed by left), and 256 to 511 (freed by right). Four blocks fit in shared memory.
 
 The maximum of a row is updated only when a score, to base 2, exceeds it by more than 8 (``LAZY``). Until then weights
 are at most 2**8, which changes neither the precision of a product nor that of the fp32 sums, and the output is not
@@ -336,7 +336,7 @@ def latent_kernel(
     bars = _barriers(FP8)
     work = first_part(lens_ptr, B, capacity, shares, tiles_of_entry, BP, CHUNK)
     table = table_ptr, stride_table, num_pages
-    scales = scale, scale  # not used
+    scales = scale, scale  # not used, but partitions need a tuple of the same form
     if FP8 == FP8_SCALED:
         scales = gl.load(k_scale_ptr), gl.load(v_scale_ptr)
     call = q_ptr, lens_ptr, table, scratch_ptr, lse_at, scale, B, capacity, (shares, slots), scales

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from tdkernels.ops.attention.flash_decode.latent.conversion import convert_query
+from tdkernels.ops.attention.flash_decode.latent.conversion import convert_query, rotary_query
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     FACTOR,
@@ -17,7 +17,6 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     MAXIMUM,
     PAIRS,
     READY,
-    ROTARY,
     ROWS,
     SUM,
     SUMS,
@@ -26,16 +25,6 @@ from tdkernels.ops.attention.flash_decode.latent.layout import (
     scores_layout,
 )
 from tdkernels.ops.attention.flash_decode.latent.loading import length_of
-
-
-@gluon.jit
-def _rotary_query(q_ptr, row, rows):
-    """Return the rotary columns of the queries as an operand in registers, which are read faster than shared memory."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, scores_layout(), 2)
-    rows_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, operand))
-    columns = LATENT + gl.arange(0, ROTARY, layout=gl.SliceLayout(0, operand))
-    offsets = (row + rows_m).to(gl.int64)[:, None] * (LATENT + ROTARY) + columns[None, :]
-    return gl.load(q_ptr + offsets, mask=(rows_m < rows)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -62,7 +51,8 @@ def begin_part(
         convert_query(call, memory, bars, row, rows, part, ODD, FP8)
         q_rotary = memory[8]
     else:
-        q_rotary = _rotary_query(q_ptr, row, rows)
+        # As an operand in registers, which are read faster than shared memory.
+        q_rotary = rotary_query(q_ptr, row, rows, gl.DotOperandLayout(0, scores_layout(), 2))
     return (entry, length, _limits(length, block_r, TQ, GROUP)), q_rotary
 
 
@@ -97,7 +87,7 @@ def mask(scores, block, length, limits, there, TQ: gl.constexpr, PAGE: gl.conste
         limits = gl.where(there, limits, -1)
     if begin + BLOCK > length - TQ + 1:
         keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores_layout()))
-        keys += begin if PAGE else gl.minimum(begin, length - BLOCK)  # as in ``_place``
+        keys += begin if PAGE else gl.minimum(begin, length - BLOCK)  # as in ``place``
         scores = gl.where((keys >= begin)[None, :] & (keys[None, :] <= limits[:, None]), scores, float("-inf"))
     return scores
 
