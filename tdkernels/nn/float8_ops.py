@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tdkernels.autotune.invariance import without_invariance
+from tdkernels.autotune.invariance import reject_max_ranks, without_invariance
 from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers torch.ops.tdkernels.all_gather
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.config import from_text
@@ -135,6 +135,8 @@ def _forward(layer):
     @_without_autocast
     @whole_call
     def forward(x, weight, bias, recipe, dim, keeps_codes, group, config):
+        if recipe == "tensorwise":  # the scale is that of the rank's part of the weight
+            reject_max_ranks(LAYERS[layer], 'float8="tensorwise"')
         group = group_by_name(group)
         form = _formats(recipe, x.device)
         is_gathered = layer == "column" and dim != LOCAL

@@ -17,7 +17,7 @@ from tests.compiled.collectives import compile_collective
 from tests.compiled.dense import compile_gemm
 from tests.compiled.expert_gemm import compile_grouped_tree, tp_moe_launches
 from tests.compiled.gemm_ar_norm import compile_gemm_ar_norm
-from tests.compiled.targets import BF16, compile_launches, needs_no_gpu, tiles_for
+from tests.compiled.targets import BF16, FP16, compile_launches, needs_no_gpu, tiles_for
 from tests.support.aot import SHARED_MEMORY, assemble
 from tests.support.simulated_nodes import thorough
 
@@ -40,13 +40,14 @@ def test_gemms_of_the_mode_compile(operator, arch, monkeypatch):
         assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-def compile_tree(operator, arch, leaves):
+def compile_tree(operator, arch, leaves, dtype=BF16):
     """Compile a kernel with the reduction tree of ``max_ranks=8``, for a rank that computes this number of leaves."""
     ranks = 8 // leaves
-    large = Tiles(128, 128, 64, num_warps=8, num_stages=5 if arch == "sm_90" else 4)  # of the mode
+    stages = {"sm_80": 3, "sm_90": 5, "sm_100": 4, "gfx942": 2, "gfx950": 2}[arch]
+    large = Tiles(128, 128, 64, num_warps=8, num_stages=stages)  # of the mode
     if operator in KERNELS:
         kernel = gemm_ar_direct_kernel if operator == "gemm_ar" else KERNELS[operator]
-        return compile_gemm(kernel, arch, BF16, tiles=large, leaves=leaves)
+        return compile_gemm(kernel, arch, dtype, tiles=large, leaves=leaves)
     if operator == "group_gemm":
         return compile_grouped_tree(arch, BF16, leaves, large)
     with tdkernels.batch_invariant(max_ranks=8):
@@ -57,18 +58,27 @@ def compile_tree(operator, arch, leaves):
         return compile_collective(operator, "one_shot", arch, BF16, ranks=ranks)
 
 
-@pytest.mark.parametrize("operator, leaves", [
-    ("gemm_rs", 2), ("group_gemm", 8), ("gemm_ar_rms_norm", 2), ("all_reduce_rms_norm", 2), ("all_reduce", 1),
-    pytest.param("gemm_rs", 8, marks=thorough), pytest.param("gemm_ar", 4, marks=thorough),
-    pytest.param("gemm_ar", 8, marks=thorough), pytest.param("gemm_ar_rms_norm", 8, marks=thorough),
+TREES = [("gemm_rs", 2), ("group_gemm", 8), ("gemm_ar_rms_norm", 2)]
+MORE_TREES = [("gemm_rs", 8), ("gemm_ar", 4), ("gemm_ar", 8), ("gemm_ar_rms_norm", 8)]
+
+
+@pytest.mark.parametrize("operator, leaves, arch", [
+    *((*one, arch) for one in TREES for arch in ("sm_90", "sm_100")),
+    *((*one, "sm_90") for one in (("all_reduce_rms_norm", 2), ("all_reduce", 1))),
+    ("gemm_rs", 2, "gfx942"), pytest.param("gemm_rs", 8, "gfx950", marks=thorough),
+    *(pytest.param(*one, arch, marks=thorough) for one in MORE_TREES for arch in ("sm_90", "sm_100")),
 ])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_trees_compile(operator, leaves, arch):
     compiled = compile_tree(operator, arch, leaves)
     if arch == "sm_90" and "gemm" in operator:
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= leaves, "each leaf has a main loop"
     if arch == "sm_90" and leaves == 8:
         assert "0 bytes spill stores, 0 bytes spill loads" in assemble(compiled.asm["ptx"])[0]
+
+
+def test_tree_in_fp16_compiles():
+    ptx = compile_tree("gemm_rs", "sm_80", 2, FP16).asm["ptx"]
+    assert "cvt.rn.f16x2.f32" in ptx and "bf16" not in ptx, "a register has two numbers of a node"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])

@@ -253,6 +253,7 @@ def opcheck_dense():
     opcheck("all_gather", x, group, "")
     opcheck("reduce_scatter", x, group, "")
     opcheck("all_reduce", x, group, "")
+    opcheck("reduce_scatter_of_gradient", x, group, "")
     assert tdkernels.all_reduce_rms_norm  # imports the module that registers the next operators
     for keep in (False, True):
         opcheck("all_reduce_norm", x, x, weight[0], None, "all_reduce_rms_norm", 1e-6, keep, group, "")

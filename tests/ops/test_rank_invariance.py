@@ -16,6 +16,8 @@ from tests.support.ranks import ASKED, on_ranks
 from tests.support.simulated_nodes import thorough
 from tests.test_protocol import failure_of
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
 
 @pytest.fixture(autouse=True)
 def restored():
@@ -60,11 +62,13 @@ def test_invalid_settings(arguments, error):
 # ---- bits ----
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=thorough)])
-def test_sums_are_the_tree(ranks, dtype):
-    max_ranks = max(ranks, 4)
-    on_ranks(ranks, cases.products, max_ranks, dtype)
+@pytest.mark.parametrize("ranks, max_ranks, dtype, w_is_kn", [
+    (1, 8, BF16, False), (1, 4, FP32, False), (2, 2, BF16, False), (2, 4, FP16, True), (4, 4, BF16, False),
+    (4, 4, FP32, False), pytest.param(8, 8, BF16, False, marks=thorough),
+    pytest.param(8, 8, FP32, False, marks=thorough),
+])
+def test_sums_are_the_tree(ranks, max_ranks, dtype, w_is_kn):
+    on_ranks(ranks, cases.products, max_ranks, dtype, w_is_kn)
     on_ranks(ranks, cases.sums, max_ranks, dtype)
 
 
@@ -129,5 +133,12 @@ def test_ranks_with_different_max_ranks():
             assert type(error) is ValueError and "max_ranks is 2 on rank 0, 4 on rank 1" in str(error), error
 
 
-def test_gradients():
-    on_ranks(2, cases.trains)
+def test_ranks_with_different_k():
+    for errors in on_ranks(2, cases.ranks_have_different_k, failure_of):
+        for error in errors:
+            assert type(error) is ValueError and "K/W is 512 on rank 0, 488 on rank 1" in str(error), error
+
+
+@pytest.mark.parametrize("ranks, max_ranks", [(2, 4), (3, 2)])
+def test_gradients(ranks, max_ranks):
+    on_ranks(ranks, cases.trains, max_ranks)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import check_invariant, check_ranks, reject_invariant
+from tdkernels.autotune.invariance import check_invariant, check_ranks, reject_invariant, without_invariance
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives import quantized
@@ -117,18 +117,21 @@ def _config_for(operator, text, x, group):
     return select(operator, x, group, x.shape, describe).config
 
 
-def _register(operator):
+def _register(operator, name, decorate=lambda function: function):
+    @decorate
     def implementation(x, group, config):
         return _run(operator, x, group, config)
 
     def fake(x, group, config):
         return x.new_empty(launcher.output_shape(operator, x.shape, torch_op.world_size_by_name(group)))
 
-    torch_op.register(f"{operator}(Tensor x, str group, str config) -> Tensor", implementation, fake)
+    torch_op.register(f"{name}(Tensor x, str group, str config) -> Tensor", implementation, fake)
 
 
 for _operator in _REFERENCES:
-    _register(_operator)
+    _register(_operator, _operator)
+for _operator in ("reduce_scatter", "all_reduce"):  # the batch-invariant mode does not cover gradients
+    _register(_operator, f"{_operator}_of_gradient", without_invariance)
 
 
 def _config_of_backward(config):
@@ -148,7 +151,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         autograd.reject_second_derivatives("all_gather")
-        return torch.ops.tdkernels.reduce_scatter(dy, ctx.group, _config_of_backward(ctx.config)), None, None
+        dx = torch.ops.tdkernels.reduce_scatter_of_gradient(dy, ctx.group, _config_of_backward(ctx.config))
+        return dx, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import reject_invariant
+from tdkernels.autotune.invariance import reject_invariant, reject_max_ranks
 from tdkernels.ops.collectives import launch_quantized
 from tdkernels.ops.collectives.config import CollectiveConfig, default_config
 from tdkernels.ops.common.config import as_argument, from_text
@@ -31,6 +31,7 @@ def _resolved(text, x, group):
 
 
 def _forward(x, quantize, group, config):
+    reject_max_ranks("all_reduce", f'quantize="{quantize}"')  # on one rank, too: it quantizes nothing
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)

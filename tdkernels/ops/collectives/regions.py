@@ -40,7 +40,7 @@ class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         autograd.reject_second_derivatives("copy_to_ranks")
-        return torch.ops.tdkernels.all_reduce(dy, ctx.group, ""), None
+        return torch.ops.tdkernels.all_reduce_of_gradient(dy, ctx.group, ""), None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -156,8 +156,7 @@ def gemm_tile(
     """
     if PRODUCT.leaves > 1:
         tl.static_assert(PRODUCT.scaling == "")
-        # The compiler need not know that K is divisible by this; it uses that a leaf is a multiple of BLOCK_K.
-        leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+        leaf_k = columns_of_leaf(K, PRODUCT)
         acc = _tree_over_k(
             a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, 0, leaf_k, stride_am,
             PRODUCT, PRODUCT.leaves, DTYPE,
@@ -174,7 +173,7 @@ def gemm_tile(
 
 @td.jit
 def pack_node(acc, DTYPE: tl.constexpr):
-    """Return an accumulator rounded to DTYPE, to be kept in registers; see ``unpack_node``.
+    """Return an accumulator rounded to DTYPE, to be kept in registers; see ``unpack_node`` and ``add_nodes``.
 
     Two 16-bit numbers share a 32-bit register. As a tensor of 16-bit numbers, each would take a register of its own.
     """
@@ -204,6 +203,24 @@ def unpack_node(node, DTYPE: tl.constexpr):
 
 
 @td.jit
+def add_nodes(left, right, DTYPE: tl.constexpr):
+    """Return the fp32 sum of two nodes of a reduction tree, each rounded to DTYPE.
+
+    ``left`` is the result of ``pack_node``, ``right`` an accumulator.
+    """
+    return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+
+
+@td.jit
+def columns_of_leaf(K, PRODUCT: tl.constexpr):
+    """Return the number of columns of a leaf, for a K that is divisible by PRODUCT.leaves * BLOCK_K.
+
+    The compiler need not know that K is divisible by this. It uses that a leaf is a multiple of BLOCK_K.
+    """
+    return K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+
+
+@td.jit
 def _tree_over_k(
     a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k, leaf_k, stride_am,
     PRODUCT: tl.constexpr, LEAVES: tl.constexpr, DTYPE: tl.constexpr,
@@ -223,7 +240,7 @@ def _tree_over_k(
             a_ptr, a_desc, a_plane, a_row, a_rows, b_ptr, b_desc, b_col, stride_b, N, first_k + HALF * leaf_k, leaf_k,
             stride_am, PRODUCT, HALF, DTYPE,
         )
-        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+        return add_nodes(left, right, DTYPE)
     else:
         acc = tl.full((PRODUCT.block_m, PRODUCT.block_n), 0.0, tl.float32)
         # With pointers, the leaf is an operand of its own that begins at column first_k.

@@ -14,12 +14,13 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.gemm_tile import (
+    add_nodes,
     add_product,
     as_aligned,
     block_scales,
+    columns_of_leaf,
     pack_node,
     scaled_by_rows,
-    unpack_node,
 )
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.tile_config import LARGE, Tiles
@@ -192,7 +193,7 @@ def small_m_tree(
 ):
     """Return ``small_m_tile`` over all of K as the root of the rank's reduction tree, see ``gemm_tile``."""
     tl.static_assert(PRODUCT.scaling == "")
-    leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+    leaf_k = columns_of_leaf(K, PRODUCT)
     return _transposed_tree(
         x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, 0, leaf_k, PRODUCT, PRODUCT.leaves,
         DTYPE,
@@ -215,7 +216,7 @@ def _transposed_tree(
             x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k + HALF * leaf_k, leaf_k,
             PRODUCT, HALF, DTYPE,
         )
-        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+        return add_nodes(left, right, DTYPE)
     else:
         return _transposed_tile(
             x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, first_k + leaf_k,

@@ -131,6 +131,7 @@ def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
 
 
 @whole_call
+@for_one_number_of_ranks
 def gemm_rs_backward(dz, x, weight, main_grads, need_dx, need_dweight, need_dbias, group, config):
     """Return (dx, dweight, dbias) of ``gemm_rs``: the body of the torch.library op.
 

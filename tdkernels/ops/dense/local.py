@@ -59,6 +59,8 @@ def linear_of_call(
     """
     if not invariant_ranks():
         return linear(x, weight, bias)
+    if not x.shape[0]:  # as on several ranks, for every K
+        return x.new_empty(0, weight.shape[0])
     tiles: Tiles = (config and config.tiles) or invariant_tiles(x.dtype, x.device, None, x.shape[0], weight.shape[0])
     leaves = 0 if operator == "ag_gemm" else invariant_ranks()
     if leaves:

@@ -173,15 +173,14 @@ def _select_config(q, k, v, causal, scale, sharding, group):
     """Select a config for a call without one; None means the heuristic."""
     if is_batch_invariant() and not spans_nodes(group):
         return AgAttentionConfig()  # the defaults of its open fields depend on S / W, and not on B
-    ranks = group.size()
-    if ranks == 1 or not q.shape[1]:
+    if group.size() == 1 or not q.shape[1]:
         return None  # there is nothing to tune
     if spans_nodes(group):
         reject_invariant("ag_attention", "a group on several nodes")
         return AgAttentionConfig(method="torch")
 
     def describe():
-        sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        sizes = q.shape[0], group.size() * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         layout = f"causal {sharding}" if causal else "full"  # without a mask the sharding does not matter
         return sizes, layout, launch.problem_fields(q, k, v, causal, sharding, scale)
 

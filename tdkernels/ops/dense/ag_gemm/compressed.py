@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import reject_invariant
+from tdkernels.autotune.invariance import reject_invariant, reject_max_ranks
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, from_text, with_config
@@ -76,6 +76,7 @@ def _resolved(text):
 
 
 def _forward(x, weights, biases, segment_rows, return_gathered, wire, group, config):
+    reject_max_ranks("ag_gemm", f'wire="{wire}"')  # on one rank, too: it quantizes nothing
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]

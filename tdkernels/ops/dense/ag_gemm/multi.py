@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.invariance import is_batch_invariant, reject_invariant
-from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers torch.ops.tdkernels.reduce_scatter
+from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers the ops used below
 from tdkernels.ops.common.config import as_argument, with_config
 from tdkernels.ops.common.gemm_operands import lies_as_kn
 from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
@@ -202,7 +202,7 @@ def backward(ctx: Any, need_dx: bool, needed: Any, gradients: Any) -> tuple[Any,
         dbiases = bias_gradients(dys, need_dbiases)
     if need_dx and dgathered is not None:
         rows = _rows_joined([dgathered], ctx.segment_rows, x.shape[0])
-        own = torch.ops.tdkernels.reduce_scatter(rows, ctx.group, "")
+        own = torch.ops.tdkernels.reduce_scatter_of_gradient(rows, ctx.group, "")
         dx = own if dx is None else dx + own
     return dx if need_dx else None, dweights, dbiases
 

@@ -41,17 +41,19 @@ def prepare(
     """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
 
     Raises:
-        ValueError: If the group has more ranks than the kernel supports; see also ``invariance.check_leaves``.
+        ValueError: If the group has more ranks than the kernel supports; see also ``Workspace.prepare`` and
+            ``invariance.check_leaves``.
     """
     world_size = workspace.world_size
     shared.check_ranks("gemm_ar", world_size)
-    check_leaves("gemm_ar", world_size, weight, config.tiles.block_k)
     m, n, out_dtype = x.shape[0], weight.shape[0], out_dtype_of(x, scales)
     tiles = config.tiles
     bundles = cdiv(tiles.count(m, n), world_size)
     slots = 2 * bundles * world_size
     tile_bytes = tiles.block_m * tiles.block_n * out_dtype.itemsize
     plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, num_flags=bundles)
+    # After ``prepare``, which compares K: otherwise peers with another K would wait for the launch.
+    check_leaves("gemm_ar", world_size, weight, config.tiles.block_k)
     z = output_spec(x, m, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, x, weight, tiles, slots, out_dtype)
     num_gemm, fit = _programs(tiles, bundles * world_size, config.num_comm_sms, x.device, x.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import leaves_of_rank
+from tdkernels.autotune.invariance import check_leaves, leaves_of_rank
 from tdkernels.ops.common import gemm_operands, norm_launch, small_m_gemm
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.norm_launch import Options, kernel_outputs, with_codes
@@ -126,6 +126,8 @@ def _prepare(workspace, operands, options, config):
     data_bytes = ranks * count * tiles.block_m * tiles.block_n * _partial_bytes(x, ranks)
     fields = with_config(problem_fields(operands, options), config)
     plan = workspace.prepare(options.operator, fields, data_bytes, ranks * tiles_m, num_flags=count + tiles_m)
+    # After ``prepare``, which compares K: otherwise peers with another K would wait for the launch.
+    check_leaves(options.operator, ranks, weight, tiles.block_k)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
     outputs = kernel_outputs(x, (m, n), options)
     args, constants = arguments(workspace.ctx, operands, outputs, scratch, plan, ranks, options, config)

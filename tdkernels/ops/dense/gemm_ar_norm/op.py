@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.invariance import check_leaves, invariant_ranks, reject_invariant
+from tdkernels.autotune.invariance import invariant_ranks, reject_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.collectives.norm import op as norm
 from tdkernels.ops.collectives.norm import reference as norm_reference
@@ -110,8 +110,6 @@ def _run(operands, options, group, config):
         group_state(group).check_consensus_cached(options.operator, launch.problem_fields(operands, options))
         return uninitialized(x, output_specs(x, (0, weight.shape[0]), options))
     config = _config_for(config, operands, options, group)
-    if invariant_ranks():
-        check_leaves(options.operator, group.size(), weight, config.tiles.block_k)
     if config.method != "fused":
         fields = with_config(launch.problem_fields(operands, options), config)
         group_state(group).check_consensus_cached(options.operator, fields)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import reject_invariant
+from tdkernels.autotune.invariance import reject_invariant, reject_max_ranks
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, from_text, with_config
@@ -70,6 +70,7 @@ def _resolved(text):
 
 
 def _forward(x, weight, bias, wire, group, config):
+    reject_max_ranks("gemm_rs", f'wire="{wire}"')  # on one rank, too: it quantizes nothing
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         return linear(x, weight, bias)

@@ -36,17 +36,19 @@ def prepare(
     ``segment_rows`` as for ``launch.launch``, but not None.
 
     Raises:
-        ValueError: If the group has more ranks than the kernel supports; see also ``invariance.check_leaves``.
+        ValueError: If the group has more ranks than the kernel supports; see also ``Workspace.prepare`` and
+            ``invariance.check_leaves``.
     """
     world_size = workspace.world_size
     shared.check_ranks("gemm_rs", world_size)
-    check_leaves("gemm_rs", world_size, weight, config.tiles.block_k)
     n, out_dtype = weight.shape[0], out_dtype_of(x, scales)
     tiles = config.tiles
     rows = x.shape[0] // world_size
     count = tiles.count(rows, n)  # tiles of one shard
     pieces = world_size * count
     plan = workspace.prepare("gemm_rs", fields, pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize, pieces)
+    # After ``prepare``, which compares K: otherwise peers with another K would wait for the launch.
+    check_leaves("gemm_rs", world_size, weight, config.tiles.block_k)
     z = output_spec(x, rows, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, x, weight, tiles, pieces, out_dtype)
     num_gemm, fit = shared.num_multiplying(tiles, pieces, x.device, x.dtype)

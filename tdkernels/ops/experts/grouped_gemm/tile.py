@@ -6,13 +6,14 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import (
+    add_nodes,
     add_product,
     add_scaled,
+    columns_of_leaf,
     pack_node,
     scaled_by_rows,
     store_rows,
     swizzle,
-    unpack_node,
 )
 
 _COLUMNS = tl.constexpr(64)  # columns of a gradient's tile that are stored at a time
@@ -141,7 +142,7 @@ def grouped_tile(
     """
     if PRODUCT.leaves > 1:
         tl.static_assert(PRODUCT.scaling == "" and not PRODUCT.pair)
-        leaf_k = K // (PRODUCT.leaves * PRODUCT.block_k) * PRODUCT.block_k
+        leaf_k = columns_of_leaf(K, PRODUCT)
         acc = _grouped_tree(
             acc, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
             0, leaf_k, DTYPE, PRODUCT, PRODUCT.leaves,
@@ -174,7 +175,7 @@ def _grouped_tree(
             zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K,
             first_k + HALF * leaf_k, leaf_k, DTYPE, PRODUCT, HALF,
         )
-        return unpack_node(left, DTYPE) + td.to_float32(td.from_float32(right, DTYPE))
+        return add_nodes(left, right, DTYPE)
     else:
         return _grouped_loop(
             zeros, zeros, a_at, a_desc, a_plane, a_row, a_mask, w_ptr, w_desc, expert, col, stride_plane, stride_w,
