@@ -85,7 +85,8 @@ def test_tiles_of_the_mode_give_the_same_bits(k, dtype):
     generator = torch.Generator("cuda").manual_seed(k)
 
     def draw(*shape):
-        sizes = torch.randint(-6, 7, shape, generator=generator, device="cuda")
+        most = 6 if dtype == torch.bfloat16 else 3  # so that no sum overflows
+        sizes = torch.randint(-most, most + 1, shape, generator=generator, device="cuda")
         return (torch.randn(shape, generator=generator, device="cuda") * 2.0**sizes).to(dtype)
 
     x, weight = draw(300, k), draw(520, k)
