@@ -30,20 +30,20 @@ help:  ## list the targets
 demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on processes of this machine
 	$(PY) examples/tp_mlp.py
 
-# Two halves of the suite run concurrently, because many tests leave a core idle and others only compile. The second half
-# has its own directory for temporary files, which is removed even if the half is killed. The tests in ALONE run first:
-# they check files that processes leave behind, or measure time. CI=true: each part must run tests on several ranks.
+# Two processes run the suite concurrently, because many tests leave a core idle and others only compile. They divide the
+# modules while they run (tests/support/sharing.py). The second one has its own directory for temporary files, which is
+# removed even if the process is killed. The tests in ALONE run first: they check files that processes leave behind, or
+# measure time. CI=true: each part must run tests on several ranks.
 ALONE := tests/symm tests/test_import.py
-FIRST := tests/ops tests/nn tests/cli tests/test_wheel.py
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
-	@beside=$$(mktemp -d); \
-	CI=true TMPDIR=$$beside $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--ignore=%) $(FIRST:%=--ignore=%) \
+	@beside=$$(mktemp -d); export TDKERNELS_TEST_CLAIMS=$$beside/claims; mkdir $$TDKERNELS_TEST_CLAIMS; \
+	CI=true TMPDIR=$$beside TDKERNELS_TEST_REVERSED=1 $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--ignore=%) \
 		>$$beside/log 2>&1 & other=$$!; \
 	trap 'trap "" INT TERM HUP; kill $$other 2>/dev/null; wait $$other 2>/dev/null; rm -rf $$beside' EXIT; \
 	trap 'exit 130' INT; trap 'exit 143' TERM HUP; \
-	echo '$(PY) -m pytest -q $(FIRST)'; CI=true $(PY) -m pytest -q $(FIRST); first=$$?; \
-	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other tests'; cat $$beside/log; \
+	echo '$(PY) -m pytest -q'; CI=true $(PY) -m pytest -q tests $(ALONE:%=--ignore=%); first=$$?; \
+	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other modules'; cat $$beside/log; \
 	[ $$first = 0 ] && [ $$second = 0 ]
 
 # A separate environment, upgraded on each run. It needs about 6 GB, because the newest torch is a CUDA build.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import ranks, simulated_nodes
+from tests.support import ranks, sharing, simulated_nodes
 
 # The ranks inherit these. Configs tuned on this machine or shipped for it must not decide which path a test takes:
 # without a config an operator uses its heuristic, and tests of the tuner set what they need.
@@ -128,6 +128,13 @@ def pytest_collection_modifyitems(items):
         if is_long and seen[which] % 2 or _adds_little(item, getattr(getattr(item, "callspec", None), "params", {})):
             item.add_marker(simulated_nodes.thorough)
         seen[which] += 1
+    sharing.in_order(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Do not run a module that the other process of ``make test`` runs."""
+    return True if sharing.runs_elsewhere(item) else None
 
 
 def _adds_little(item, params):

@@ -71,7 +71,7 @@ def test_explain_infers_the_layout_of_a_cache():
         ("ulysses_qkv", ((32, 16), (16, 17)), r"x \[32, 16\] and weight \[16, 17\] do not fit"),
         ("ag_attention", ((1, 8, 2, 16), (1, 8, 2, 16)), "the operands are q, k and v, not 2 of them"),
         ("ag_attention", ((1, 8, 2, 16), (1, 9, 2, 16), (1, 9, 2, 16)), r"k \[1, 9, 2, 16\] .* do not fit"),
-        (DECODE, ((2, 4, 16), (2, 9, 2, 16)), "q, k_cache, v_cache, kv_lens and perhaps block_table, not 2"),
+        (DECODE, ((2, 4, 16), (2, 9, 2, 16)), "q, k_cache, v_cache, kv_lens and perhaps block_table and k_rope, not 2"),
         (DECODE, ((2, 4, 16), (3, 9, 2, 16), (3, 9, 2, 16)), r"k_cache \[3, 9, 2, 16\], .* do not fit"),
         (DECODE, ((2, 4, 16), (3, 9, 2, 16), (3, 9, 2, 16), (2,), (3, 5)), r"block_table \[3, 5\] do not fit"),
     ],

@@ -26,7 +26,7 @@ def test_gemm_kernels_compile(kernel, dtype, arch):
 @pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
 def test_size_one_compiles(kernel, arch):
     """Triton specializes an argument of 1 to a constant, which lacks some methods of a tensor value."""
-    with without_machine_code(kernel not in (ag_gemm_kernel, gemm_rs_direct_kernel)):
+    with without_machine_code(kernel is not gemm_rs_direct_kernel):
         for shape in ((1, 1, 1), (ROWS, 1, K), (1, N, 3)):
             compile_gemm(kernel, arch, BF16, shape=shape)
 

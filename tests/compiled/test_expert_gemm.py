@@ -137,7 +137,7 @@ def test_tp_moe_gemms_compile(arch, name, dtype):
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
 def test_tp_moe_with_odd_sizes_compiles(arch, sizes, ranks):
     for name in (*TP_MOE_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows"):
-        with without_machine_code(name not in ("rows, swiglu", "sums")):
+        with without_machine_code(name != "sums"):
             compile_tp_moe(name, arch, sizes=sizes, ranks=ranks)
 
 
@@ -187,7 +187,7 @@ def test_fused_ep_moe_compiles(arch, name, dtype):
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
 def test_fused_ep_moe_with_odd_sizes_compiles(arch, sizes, ranks):
     for name in ("order", "rows, swiglu", "gradient of sums", "sums", "gradient of rows"):
-        with without_machine_code(name not in ("rows, swiglu", "sums")):
+        with without_machine_code(name != "sums"):
             compile_ep_moe(name, arch, sizes=sizes, ranks=ranks)
 
 

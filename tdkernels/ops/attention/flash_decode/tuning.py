@@ -111,7 +111,8 @@ class FlashDecodeTunable(ConfigTunable):
         return q[0], queries, q[-2], k[2], q[-1], v[3], k[1] * (table[1] if table else 1)
 
     def layout_of(self, *operands) -> str:
-        caches, others = operands[1:3], [x.dim() for x in operands[4:] if isinstance(x, torch.Tensor)]
+        shapes = [getattr(operand, "shape", operand) for operand in operands[4:] if operand is not None]
+        caches, others = operands[1:3], [len(shape) for shape in shapes]
         paged, rope = 2 in others, 4 in others
         if len(caches) < 2 or not all(isinstance(cache, torch.Tensor) and cache.dim() == 4 for cache in caches):
             return layout_of(paged, False, False)

@@ -123,8 +123,9 @@ class Decode:
             used = torch.arange(each) * self.page < self.all_lens[self.rank][:, None]
             self.table = torch.where(used, order, shape[0] - 1)
             self.options["block_table"] = self.table.to(device(), torch.int32)
+        channels = {"k_cache": self.dim - self.rope, "v_cache": self.value_dim, "k_rope": self.rope}
         for name, whole in self.whole.items():
-            cache = torch.full([*shape, kv_heads, whole[0].shape[-1]], torch.nan, dtype=self.dtype, device=device())
+            cache = torch.full([*shape, kv_heads, channels[name]], torch.nan, dtype=self.dtype, device=device())
             cache = cache if name == "k_rope" else cache.to(stored)
             for part, index in zip(self.own_parts(whole), self._key_indices(), strict=True):
                 _bits(cache)[index] = _bits(part)
