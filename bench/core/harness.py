@@ -100,13 +100,18 @@ def failure_reason(call, inputs):
 
 
 def errors(outputs, exact):
-    """Return the relative Frobenius error of each output, the maximum over the ranks; infinite for NaN."""
+    """Return ``relative_errors``, the maximum over the ranks."""
+    return slowest(relative_errors(outputs, exact))
+
+
+def relative_errors(outputs, exact):
+    """Return the relative Frobenius error of each output of this rank; infinite for NaN or another shape."""
     found = []
     for output, expected in zip(_as_tuple(outputs), _as_tuple(exact), strict=True):
         same_shape = output.shape == expected.shape
         error = ((output - expected).norm() / expected.norm()).item() if same_shape else float("inf")
         found.append(error if error == error else float("inf"))
-    return slowest(found)
+    return found
 
 
 def mismatch_reason(call, references):

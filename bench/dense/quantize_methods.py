@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tdkernels
+from bench.core import harness
 from bench.dense.operators import DTYPE
 from tdkernels.launch import rank_device
 from tdkernels.nn import ColumnParallelLinear
@@ -126,10 +127,6 @@ def of(case, compiled):
     return found, {} if compiled else {COMPILED: "torch.compile was not measured"}
 
 
-def _error(result, exact):
-    return ((result.float() - exact).norm() / exact.norm()).nan_to_num(float("inf")).item()
-
-
 # ---- quantize_fp8 ----
 
 
@@ -151,7 +148,7 @@ def _quantize(case, compiled):
 
         def errors(s, call=call):
             codes, scale = call(s)
-            return [_error(dequantize(codes, scale), (s.x.t() if case.transpose else s.x).float())]
+            return harness.relative_errors(dequantize(codes, scale), (s.x.t() if case.transpose else s.x).float())
 
         found[name] = Method(call, errors, (_ROUNDED,), name == OURS)
     found[COPY] = Method(lambda s: s.copied.copy_(s.source))
@@ -181,7 +178,7 @@ def _errors_of_linear(call, weight):
     def errors(s):
         if s.exact is None:
             s.exact = _exact(s, weight)
-        return [_error(*pair) for pair in zip(call(s), s.exact, strict=True)]
+        return harness.relative_errors(call(s), s.exact)
 
     return errors
 
@@ -237,6 +234,6 @@ def _gemm(weight, scaling):
         return scaled_linear(codes, codes_w, None, Scales(scale, scale_w, "row", DTYPE, True))
 
     def errors(s):
-        return [_error(call(s), dequantize(*s.codes[scaling]) @ dequantize(codes_w, scale_w).t())]
+        return harness.relative_errors(call(s), dequantize(*s.codes[scaling]) @ dequantize(codes_w, scale_w).t())
 
     return Method(call, errors, (_FAST,))

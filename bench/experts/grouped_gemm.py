@@ -96,7 +96,7 @@ def parse_shapes(text):
 
 
 def rehearsal(shapes):
-    """Return the rehearsal shapes that have scales if one of ``shapes`` has, and none if one has not."""
+    """Return the shapes of a rehearsal of ``shapes``: with scaled operands, without them, or both."""
     return [shape for shape in REHEARSAL_SHAPES if shape.fp8 in {one.fp8 for one in shapes}]
 
 

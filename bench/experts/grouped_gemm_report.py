@@ -27,6 +27,12 @@ first, against the dequantized operands in fp32.
 - **x torch** and **x bf16** are the speedups over these; **x dense** is the time of the dense GEMM over ours.
 """
 _LAYOUTS = ("row", "row fast", "block")
+# The first columns of all tables, as functions of a run {method: row}.
+_SHAPE = {
+    "rows x N x K x E": lambda run: _any_row(run)["shape"],
+    "layer": lambda run: _any_row(run)["name"].removesuffix(" balanced"),
+    "activation": lambda run: _any_row(run)["activation"] or "–",
+}
 
 
 def text(rows):
@@ -52,14 +58,9 @@ def _any_row(run):
 def _table(runs):
     row = _any_row(runs[0])
     title = f"group_gemm, {row['pass']}{', in CUDA graphs' * row['graph']}"
-    first = {
-        "rows x N x K x E": lambda run: _any_row(run)["shape"],
-        "layer": lambda run: _any_row(run)["name"].removesuffix(" balanced"),
-        "activation": lambda run: _any_row(run)["activation"] or "–",
-    }
     methods = {"cuBLAS loop": "cublas-loop", "torch grouped": "torch-grouped", "ours": "tdkernels"}
     more = {"TFLOP/s": _tflops, "x best": of("tdkernels", "speedup"), "config": _config}
-    return run_tables.table(title, "Milliseconds on one GPU", runs, first, methods, more)
+    return run_tables.table(title, "Milliseconds on one GPU", runs, _SHAPE, methods, more)
 
 
 def _tflops(run):
@@ -83,12 +84,7 @@ def _scaled_table(found):
     runs = [_of_layout(found[problem], layout) for problem in sorted(found) for layout in _LAYOUTS]
     row = _any_row(runs[0])
     title = f"group_gemm, fp8{', in CUDA graphs' * row['graph']}"
-    first = {
-        "rows x N x K x E": lambda run: _any_row(run)["shape"],
-        "layer": lambda run: _any_row(run)["name"].removesuffix(" balanced"),
-        "activation": lambda run: _any_row(run)["activation"] or "–",
-        "scales": lambda run: run["tdkernels"]["layout"] if "tdkernels" in run else "–",
-    }
+    first = {**_SHAPE, "scales": lambda run: run["tdkernels"]["layout"] if "tdkernels" in run else "–"}
     methods = {"bf16": "bf16", "torch grouped": "torch", "dense": "dense", "ours": "tdkernels"}
     more = {
         "TFLOP/s": _tflops, "x torch": of("tdkernels", "speedup"), "x bf16": of("tdkernels", "over_bf16"),

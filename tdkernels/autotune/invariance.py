@@ -80,17 +80,22 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def without_invariance(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function that computes gradients, which the mode does not cover, to run outside the mode."""
+def _in_mode(function: Callable[_P, _R], enabled: bool, applies: Callable[[], object]) -> Callable[_P, _R]:
+    """Return ``function`` so that calls have the mode on or off, without ``max_ranks``, if ``applies()`` is true."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not is_batch_invariant():
+        if not applies():
             return function(*args, **kwargs)
-        with batch_invariant(False):
+        with batch_invariant(enabled):
             return function(*args, **kwargs)
 
     return call
+
+
+def without_invariance(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that computes gradients, which the mode does not cover, to run outside the mode."""
+    return _in_mode(function, False, is_batch_invariant)
 
 
 def for_one_number_of_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -98,15 +103,7 @@ def for_one_number_of_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Sizes of gradients need not fulfil the conditions of ``max_ranks``.
     """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not invariant_ranks():
-            return function(*args, **kwargs)
-        with batch_invariant(True):
-            return function(*args, **kwargs)
-
-    return call
+    return _in_mode(function, True, invariant_ranks)
 
 
 def selection_mode() -> str:
@@ -143,10 +140,7 @@ def reject_invariant(operator: str, what: str = "") -> None:
         NotImplementedError: If the mode is on.
     """
     if is_batch_invariant():
-        subject = f"{what} is" if what else "the operator is"
-        raise NotImplementedError(
-            f"{operator}: {subject} not supported in the batch-invariant mode (tdkernels.set_batch_invariant)"
-        )
+        _raise_not_supported(operator, what, "(tdkernels.set_batch_invariant)")
 
 
 def reject_max_ranks(operator: str, what: str = "") -> None:
@@ -160,10 +154,12 @@ def reject_max_ranks(operator: str, what: str = "") -> None:
         NotImplementedError: If the mode is on with ``max_ranks``.
     """
     if invariant_ranks():
-        subject = f"{what} is" if what else "the operator is"
-        raise NotImplementedError(
-            f"{operator}: {subject} not supported in the batch-invariant mode with max_ranks={invariant_ranks()}"
-        )
+        _raise_not_supported(operator, what, f"with max_ranks={invariant_ranks()}")
+
+
+def _raise_not_supported(operator, what, setting):
+    subject = what or "the operator"
+    raise NotImplementedError(f"{operator}: {subject} is not supported in the batch-invariant mode {setting}")
 
 
 def check_ranks(operator: str, world_size: int) -> None:

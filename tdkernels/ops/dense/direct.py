@@ -105,10 +105,10 @@ def add_partials(
 ):
     """Add the partials of all ranks for the elements ``first`` to ``end`` of a tile, and store them in z.
 
-    They are added in rank order, or by ``reduce_in_tree`` if TREE.
-    The partial of rank r is at the address ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of
-    the next slices are in flight meanwhile. If ``sums_offset`` is not None, the sums are also stored in every peer's
-    buffer: the tile begins there at this offset in the data of a half.
+    They are added in rank order, or by ``reduce_in_tree`` if TREE. The partial of rank r is at the address
+    ``parts + r * part_bytes``. SLICE elements are added at a time; the loads of the next slices are in flight
+    meanwhile. If ``sums_offset`` is not None, the sums are also stored in every peer's buffer: the tile begins there at
+    this offset in the data of a half.
     """
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     ROWS: tl.constexpr = SLICE // BLOCK_N

@@ -49,6 +49,7 @@ from tdkernels.ops.attention.flash_decode.kernel_work import (
     tile_at,
 )
 from tdkernels.ops.attention.flash_decode.kv_cache import (
+    FP8_NONE,
     add_scores,
     add_values,
     cache_rows,
@@ -94,17 +95,24 @@ def _attention_mask(keys, length, after, step, window, TQ: tl.constexpr, WINDOW:
 
 
 @td.jit
-def _second_part(
-    cache, strides, keys, length, k_rows, there, FP8: tl.constexpr, PAIRS: tl.constexpr,
-    TILE: tl.constexpr, CACHE: tl.constexpr,
+def _add_second_part(
+    scores, q2, q2_odd, cache, strides, keys, length, k_rows, there, k1_scale, TILE: tl.constexpr, CACHE: tl.constexpr
 ):
-    """Load the columns of keys after the first D1, from the cache of the others or from one of their own."""
+    """Add the scores of the columns of keys after the first D1, which may have a cache of their own.
+
+    Such a cache is neither fp8 nor scaled. Other arguments as for ``attend``.
+    """
     k_ptr, _, rope_ptr, table_ptr, num_pages = cache
+    WIDTH: tl.constexpr = TILE.d - TILE.d1
     if CACHE.rope:
+        if CACHE.scales:
+            scores *= k1_scale
         k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, strides[6], strides[7], CACHE.page)
-        return cache_rows(rope_ptr, k_rows, there, TILE.d - TILE.d1, TILE.d2, FP8, PAIRS)
+        k2 = cache_rows(rope_ptr, k_rows, there, WIDTH, TILE.d2, FP8_NONE, False)
+        return add_scores(scores, q2, q2_odd, k2, FP8_NONE, False, TILE.precision)
     else:
-        return cache_rows(k_ptr + TILE.d1, k_rows, there, TILE.d - TILE.d1, TILE.d2, FP8, PAIRS)
+        k2 = cache_rows(k_ptr + TILE.d1, k_rows, there, WIDTH, TILE.d2, CACHE.fp8, CACHE.pairs)
+        return add_scores(scores, q2, q2_odd, k2, CACHE.fp8, CACHE.pairs, TILE.precision)
 
 
 @td.jit
@@ -134,11 +142,8 @@ def attend(
     acc = tl.full((BLOCK_M, DVP // 2 if CACHE.pairs else DVP), 0.0, tl.float32)
     acc_odd = acc if CACHE.pairs else 0
     q1, q1_odd = query_columns(q1, D1, CACHE.pairs)
-    # The second part of the keys is read like the first one, unless it has a cache of its own.
-    FP8_2: tl.constexpr = 0 if CACHE.rope else CACHE.fp8
-    PAIRS_2: tl.constexpr = CACHE.pairs and not CACHE.rope
     if D2:
-        q2, q2_odd = query_columns(q2, D2, PAIRS_2)
+        q2, q2_odd = query_columns(q2, D2, CACHE.pairs and not CACHE.rope)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, stride_kb, stride_ks, CACHE.page)
@@ -146,10 +151,9 @@ def attend(
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         scores = add_scores(scores, q1, q1_odd, k1, CACHE.fp8, CACHE.pairs, TILE.precision)
         if D2:
-            if CACHE.rope and CACHE.scales:
-                scores *= k1_scale
-            k2 = _second_part(cache, strides, keys, length, k_rows, there, FP8_2, PAIRS_2, TILE, CACHE)
-            scores = add_scores(scores, q2, q2_odd, k2, FP8_2, PAIRS_2, TILE.precision)
+            scores = _add_second_part(
+                scores, q2, q2_odd, cache, strides, keys, length, k_rows, there, k1_scale, TILE, CACHE
+            )
         scores = _capped(scores * score_scale, cap, TILE.soft_cap)
         visible = _attention_mask(keys, length, after, step, window, TILE.queries, TILE.window)
         if CACHE.page:

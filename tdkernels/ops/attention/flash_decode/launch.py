@@ -114,11 +114,6 @@ def problem_fields(q: torch.Tensor, shape: DecodeShape, options: tuple) -> dict:
     }
 
 
-def capacity_of(k_cache: torch.Tensor, block_table: torch.Tensor | None = None) -> int:
-    """Return the number of keys per sequence that a cache can hold."""
-    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-
-
 def check_consensus(
     q: torch.Tensor, shape: DecodeShape, options: tuple, group: "dist.ProcessGroup | None",
     config: "FlashDecodeConfig | None",

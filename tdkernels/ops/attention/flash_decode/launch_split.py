@@ -253,9 +253,10 @@ def _parts_arguments(operands, scratch, kind, options, shape, parts, config):
 
 def _latent_arguments(operands, scratch, scale, shape, parts):
     """Return (args, constants) of ``latent_kernel``."""
-    q, k_cache, _, kv_lens, block_table, k_scale, v_scale, k_rope = operands
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    q, k_cache, _, kv_lens, block_table, k_scale, v_scale, k_rope = operands
 
     def described(tensor, sizes, strides, block):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(block))

@@ -370,8 +370,9 @@ def _cached_call(q_shape, o, lse, options, config, debug):
 
     def bind(group, *tensors):
         taken = _operands(*tensors)
-        same = taken.q.data_ptr() == tensors[0].data_ptr() and taken[3] is tensors[3] and taken[4] is tensors[4]
-        if not same:
+        given = Operands(*tensors)
+        same_memory = taken.q.data_ptr() == given.q.data_ptr() and taken.kv_lens is given.kv_lens
+        if not same_memory or taken.block_table is not given.block_table:
             return None
         module, of_module = _module_of(config, taken.q, options, group)
         return module.bind_call(taken, options, group, of_module)

@@ -6,6 +6,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def capacity_of(k_cache: "torch.Tensor", block_table: "torch.Tensor | None" = None) -> int:
+    """Return the number of keys per sequence that a cache can hold."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
 class Operands(NamedTuple):
     """The tensors of a call: contiguous, except for the caches.
 
@@ -31,4 +36,4 @@ class Operands(NamedTuple):
 
     def capacity(self) -> int:
         """Return the number of keys per sequence that the caches can hold."""
-        return self.k_cache.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+        return capacity_of(self.k_cache, self.block_table)

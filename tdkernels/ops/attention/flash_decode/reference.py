@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tdkernels.ops.attention.flash_decode import launch as launcher
-from tdkernels.ops.attention.flash_decode.operands import Operands
+from tdkernels.ops.attention.flash_decode.operands import Operands, capacity_of
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.symm import GroupLike
@@ -102,14 +101,14 @@ def lengths_of(
     kv_lens: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the lengths as int64, clamped to [0, capacity of the cache]."""
-    return kv_lens.long().clamp(0, launcher.capacity_of(k_cache, block_table))
+    return kv_lens.long().clamp(0, capacity_of(k_cache, block_table))
 
 
 def keys_in_cache(
     lens: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None
 ) -> torch.Tensor:
     """Return a mask [B, capacity] of the keys that can be read: below the length, and in a page of the cache."""
-    keys = torch.arange(launcher.capacity_of(k_cache, block_table), device=k_cache.device)
+    keys = torch.arange(capacity_of(k_cache, block_table), device=k_cache.device)
     there = keys < lens.view(-1, 1)
     if block_table is not None:
         pages = block_table.repeat_interleave(k_cache.shape[1], 1)

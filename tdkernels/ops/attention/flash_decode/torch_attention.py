@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.ops.attention.ag_attention import vendor_attention
-from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.operands import Operands, capacity_of
 from tdkernels.ops.attention.flash_decode.reference import (
     dense_attention,
     dense_cache,
@@ -35,8 +35,6 @@ from tdkernels.ops.attention.tile import LOG2_E
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from tdkernels.ops.attention.flash_decode.operands import Operands
 
 _aten = torch.ops.aten
 
@@ -82,7 +80,7 @@ def select_path(
 
 @torch.no_grad()
 def attend(
-    operands: "Operands", options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None"
+    operands: Operands, options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_decode with torch's attention and all-gather. Does not synchronize with the device.
 
@@ -122,7 +120,7 @@ def _has_flash(device):
 def _path_of(q, k_cache, v_cache, block_table, options):
     """Return the path of a call. q is [B, Tq, Hq, D]."""
     _, soft_cap, window = options
-    if not q.shape[0] or not launcher.capacity_of(k_cache, block_table):
+    if not q.shape[0] or not capacity_of(k_cache, block_table):
         return PLAIN
     return select_path(
         q.dtype, k_cache.dtype, q.shape[3], v_cache.shape[3], on_gpu=q.device.type != "cpu",
@@ -203,7 +201,7 @@ def _over_first_keys(q, k_cache, v_cache, lens, block_table, scale, path):
 def _attend(rows, k_cache, v_cache, lens, block_table, scale):
     """Return (o [B, Hkv, R, D], lse [B, Hkv, R]) of query rows [B, Hkv, R, D] over the first ``lens`` keys (int32)."""
     batch, kv_heads, count, _ = rows.shape
-    capacity, step = launcher.capacity_of(k_cache, block_table), 0
+    capacity, step = capacity_of(k_cache, block_table), 0
     k, v = k_cache, v_cache
     if block_table is None:
         step = _rows_of_sequence(k_cache)
@@ -285,7 +283,7 @@ def _last_keys(k_cache, v_cache, begin, end, block_table, most):
 
     Keys outside the mask may be NaN.
     """
-    capacity = launcher.capacity_of(k_cache, block_table)
+    capacity = capacity_of(k_cache, block_table)
     keys = begin.view(-1, 1) + torch.arange(min(most, capacity), device=begin.device)
     there, keys = keys < end.view(-1, 1), keys.clamp(max=capacity - 1)
     if block_table is None:
@@ -303,7 +301,7 @@ def _last_keys(k_cache, v_cache, begin, end, block_table, most):
 
 @torch.enable_grad()
 def gradients(
-    operands: "Operands", after: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    operands: Operands, after: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     options: tuple[float, float | None, int | None],
 ) -> tuple[torch.Tensor, ...]:
     """Return (dq, dk, dv) as the backward kernel does, computed by autograd of a scalar function.

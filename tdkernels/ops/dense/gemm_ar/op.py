@@ -127,9 +127,9 @@ def gemm_ar(
 
     Returns:
         z [M, N] in the dtype of x or ``out_dtype``, bitwise equal on all ranks, summed in fp32 in rank order, or in the
-        batch-invariant mode with ``max_ranks`` by a tree (see the guide on batch invariance). If the
-        selected method is "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the
-        ranks of each node are summed first, then the sums of the nodes, each rounded to the dtype of x.
+        batch-invariant mode with ``max_ranks`` by a tree (see the guide on batch invariance). If the selected method is
+        "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the ranks of each node are
+        summed first, then the sums of the nodes, each rounded to the dtype of x.
 
     Gradient:
         dx = dz @ weight, dweight = dz.T @ x, dbias = dz.sum(0). dz must be equal on all ranks, as z is.

@@ -175,9 +175,9 @@ def gemm_rs(
 
     Returns:
         z [M / W, N] in the dtype of x or ``out_dtype``, summed in fp32 in rank order, or in the batch-invariant mode
-        with ``max_ranks`` by a tree (see the guide on batch invariance). If the selected method is
-        "torch", torch's reduce-scatter sums in its own order. If the group spans several nodes, the ranks of each node
-        are summed first, then the sums of the nodes; the sums of other nodes are rounded to the dtype of x.
+        with ``max_ranks`` by a tree (see the guide on batch invariance). If the selected method is "torch", torch's
+        reduce-scatter sums in its own order. If the group spans several nodes, the ranks of each node are summed first,
+        then the sums of the nodes; the sums of other nodes are rounded to the dtype of x.
 
     Gradient:
         dx = all_gather(dz) @ weight, dweight = all_gather(dz).T @ x, dbias = all_gather(dz).sum(0), which is complete

@@ -8,7 +8,7 @@ import torch
 
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.grouped_gemm import launch
-from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, invariant_config
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.runtime.torch_op import register
 
 
@@ -16,8 +16,8 @@ def _linear(x, weight, bias, leaves, config):
     """Return x @ weight.T + bias for x [M, K] and weight [N, K]: the body of the torch.library op."""
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[0])
-    chosen = from_text(GroupGemmConfig, config) if config else invariant_config(x.dtype, x.device)
-    y = launch.linear_by_tree(x, weight, leaves, chosen, x.dtype if bias is None else torch.float32)
+    out_dtype = x.dtype if bias is None else torch.float32
+    y = launch.linear_by_tree(x, weight, leaves, from_text(GroupGemmConfig, config), out_dtype)
     return y if bias is None else (y + bias.float()).to(x.dtype)
 
 
