@@ -152,18 +152,18 @@ def finish(ctx, ADVANCE: tl.constexpr = True, step=1):
     """
     state = _state(ctx)
     tl.debug_barrier()
-    before = tl.atomic_add(state + STATE_FINISHED, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(state + STATE_FINISHED, tl.cast(1, tl.int64), sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
-        programs = tl.full((), 0, tl.int64) + tl.num_programs(0)
+        programs = tl.cast(tl.num_programs(0), tl.int64)
         started = tl.load(state + STATE_STARTED, volatile=True)
         overlaps = (started != 0) & (started != programs)
         follows_failure = tl.load(device_failed_at(ctx), volatile=True) != 0
         kind = tl.where(overlaps, RECORD_OVERLAP, RECORD_VOID)
-        nothing = tl.full((), 0, tl.int64)
+        nothing = tl.cast(0, tl.int64)
         record_if(ctx, overlaps | follows_failure, kind, nothing, nothing, programs, started)
         end_wait(ctx)
-        tl.store(state + STATE_STARTED, tl.full((), 0, tl.int64))
-        tl.store(state + STATE_FINISHED, tl.full((), 0, tl.int64))
-        tl.store(state + STATE_TICKETS, tl.full((), 0, tl.int64))
+        tl.store(state + STATE_STARTED, tl.cast(0, tl.int64))
+        tl.store(state + STATE_FINISHED, tl.cast(0, tl.int64))
+        tl.store(state + STATE_TICKETS, tl.cast(0, tl.int64))
         if ADVANCE:
             tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + step)

@@ -70,8 +70,8 @@ def end_wait(ctx):
     words = failed_at(ctx)
     # Only once per failure: after the host has reported it, it clears the device's word, and other groups go on.
     failed_now = (tl.load(words, volatile=True) != 0) & (tl.load(words + 1, volatile=True) == 0)
-    tl.store(words + 1, tl.full((), 1, tl.int64), mask=failed_now)
-    tl.store(device_failed_at(ctx), tl.full((), 1, tl.int64), mask=failed_now)
+    tl.store(words + 1, tl.cast(1, tl.int64), mask=failed_now)
+    tl.store(device_failed_at(ctx), tl.cast(1, tl.int64), mask=failed_now)
 
 
 @jit

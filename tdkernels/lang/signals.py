@@ -87,7 +87,7 @@ _SPIN = tl.constexpr(
 @jit
 def _wide(value):
     """Return an integer of any type as int64: inline PTX takes registers as they are."""
-    return tl.full((), 0, tl.int64) + value
+    return tl.cast(value, tl.int64)
 
 
 @jit

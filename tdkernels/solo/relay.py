@@ -7,9 +7,10 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES, PLAN_BITS
+from tdkernels.rounding import next_power_of_2
 from tdkernels.runtime.triton_launcher import BoundLaunch
 
-_BLOCK = 512  # words that are inspected at a time
+_MOST_WORDS = 4096  # that are inspected at a time
 # Scans of 2 µs or more, in case that the launch fails.
 _LIMIT = 1_000_000
 
@@ -111,7 +112,9 @@ class Relay:
     ) -> None:
         self.is_ready = False
         picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
-        constants = {"RANKS": ranks, "HALVES": halves, "BLOCK": _BLOCK, "SIGNALS_LAST": signals_last, "num_warps": 2}
+        constants = {"RANKS": ranks, "HALVES": halves, "SIGNALS_LAST": signals_last}
+        block = min(max(next_power_of_2(per_source * (ranks - 1)), 512), _MOST_WORDS)
+        constants |= {"BLOCK": block, "num_warps": block // 256}
         numbers = per_source, picoseconds
         if ctx.device.type == "cuda":
             self._stream = _stream(ctx.device, workspace_name)

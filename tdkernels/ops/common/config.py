@@ -49,15 +49,22 @@ def as_argument(config: Any) -> str:
 def from_text(cls: Any, text: str) -> Any:
     """Return the config of class ``cls`` from the result of ``to_text``."""
     pairs = dict(pair.split("=") for pair in text.split())
-    values: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+    values = {name: _value(text) for name, text in pairs.items()}
     if "tiles" in (field.name for field in fields(cls)):
         tiles = {field.name: values.pop(field.name) for field in fields(Tiles) if field.name in values}
         values["tiles"] = Tiles(**tiles) if tiles else None
     return cls(**values)
 
 
+def _value(text):
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.isdigit() else text
+
+
 _KINDS = {
-    int: ("an integer", (int,)), str: ("a string", (str,)), Tiles | None: ("a Tiles or None", (Tiles, type(None))),
+    int: ("an integer", (int,)), bool: ("True or False", (bool,)), str: ("a string", (str,)),
+    Tiles | None: ("a Tiles or None", (Tiles, type(None))),
 }
 
 

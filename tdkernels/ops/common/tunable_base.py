@@ -59,20 +59,21 @@ class ConfigTunable(tunables.Tunable):
     def config_to_dict(self, config: Any) -> dict:
         if config.method == "torch":
             return {"method": "torch"}  # "torch" uses no other field
-        return {name: value for name, value in asdict(config).items() if value is not None}
+        # Without flags that are off: entries from before a flag existed have the same form.
+        return {name: value for name, value in asdict(config).items() if value is not None and value is not False}
 
     def config_from_dict(self, values: dict) -> Any:
         values = dict(values)
-        known = {field.name for field in fields(self.config_class)}
+        known = {field.name: field.type for field in fields(self.config_class)}
         tiles = values.pop("tiles", None)
         needs_tiles = "tiles" in known and values.get("method") not in ("torch", "parts")
         if not isinstance(tiles, dict) and (needs_tiles or tiles is not None):
             raise ValueError(f"tiles must be an object, not {tiles!r}")
         tiles = tiles or {}
         for name, value in (*values.items(), *tiles.items()):
-            if type(value) not in (int, str):
+            if type(value) not in ((bool,) if known.get(name) is bool else (int, str)):
                 raise TypeError(f"{name} is {value!r}")
-        if not values.keys() <= known or not tiles.keys() <= {field.name for field in fields(Tiles)}:
+        if not values.keys() <= known.keys() or not tiles.keys() <= {field.name for field in fields(Tiles)}:
             raise ValueError(f"no {self.config_class.__name__}: {values}, {tiles}")
         return self.config_class(**values, **({"tiles": Tiles(**tiles)} if tiles else {}))
 

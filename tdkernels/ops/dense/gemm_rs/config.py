@@ -18,6 +18,9 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
 
 
+SPECIALIZED_TILE = 128, 256, 64  # the only tile of the warp-specialized kernel: M, N, K
+
+
 @dataclass(frozen=True)
 class GemmRsConfig:
     """Config of ``gemm_rs``.
@@ -35,6 +38,9 @@ class GemmRsConfig:
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
         pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
             "parts" uses.
+        warp_specialize: Whether different warps of a program load, multiply, send and add, with transport "direct". It
+            needs tiles of 128 x 256 x 64. Only on Hopper, for 16-bit operands without scales that TMA can load, and N
+            a multiple of 16; otherwise the same config runs without it, with the same results.
     """
 
     method: str = "fused"
@@ -43,6 +49,7 @@ class GemmRsConfig:
     item_tiles: int = 4
     split_k: int = 1
     pieces: int = 1
+    warp_specialize: bool = False
 
     def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
         """Return why this config cannot run with a device and a dtype, or None if it can."""
@@ -61,6 +68,10 @@ class GemmRsConfig:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         if self.tiles is None:
             return None
+        sizes = self.tiles.block_m, self.tiles.block_n, self.tiles.block_k
+        if self.transport == "direct" and self.warp_specialize and sizes != SPECIALIZED_TILE:
+            wanted, given = (" x ".join(map(str, each)) for each in (SPECIALIZED_TILE, sizes))
+            return f"warp_specialize needs tiles of {wanted}, not {given}"
         sends = self.transport == "direct"
         sent = launch_direct.shared_memory_bytes(self.tiles, device, dtype) if sends else 0
         return self.tiles.illegal(device, dtype, sent)
@@ -87,7 +98,7 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     # Faster than "forward" in all 8 shapes measured on 2 H100, and on 4 and 8 ranks in solo mode.
     if launch_direct.suits(tiles, n, k, dtype, device, world_size):
-        return GemmRsConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct")
+        return GemmRsConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=True)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 

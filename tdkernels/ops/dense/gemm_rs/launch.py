@@ -11,7 +11,7 @@ from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
-from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, pipelined
+from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, launch_specialized, pipelined
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
@@ -51,6 +51,8 @@ def compile(
         return  # the CPU interprets; the other methods have no kernel that depends on the config
     if num_nodes > 1:
         return launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
+    if config.transport == "direct" and launch_specialized.supports(x, weight, config, world_size, scales):
+        return launch_specialized.compile(x, weight, bias, world_size, config)
     if config.transport == "direct":
         return launch_direct.compile(x, weight, bias, world_size, config, scales)
     if config.transport == "one_shot":
@@ -114,6 +116,8 @@ def _prepare(workspace, x, weight, bias, config, segment_rows, scales=None):
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":
+        if launch_specialized.supports(x, weight, config, workspace.world_size, scales):
+            return launch_specialized.prepare(workspace, x, weight, bias, config, fields, segment_rows)
         return launch_direct.prepare(workspace, x, weight, bias, config, fields, segment_rows, scales)
     if config.transport == "one_shot":
         return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, True, scales)

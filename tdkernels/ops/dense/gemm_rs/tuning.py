@@ -9,6 +9,7 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
@@ -54,7 +55,7 @@ class GemmRsTunable(dense.DenseTunable):
         return GemmRsConfig(transport="direct")
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
-        rows, n, _ = self.of_a_rank(problem)
+        rows, n, k = self.of_a_rank(problem)
         configs = []
         for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
             of_a_shard = tiles.count(rows, n)
@@ -65,6 +66,9 @@ class GemmRsTunable(dense.DenseTunable):
                 GemmRsConfig(tiles=tiles, transport="direct")
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
+            if launch_direct.suits(LARGE, n, k, problem.torch_dtype, device, problem.world_size):
+                tiles = launch_direct.DIRECT_LARGE
+                configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
         m = problem.shape[0]
@@ -78,7 +82,7 @@ class GemmRsTunable(dense.DenseTunable):
 
     def compiled(self, config: GemmRsConfig) -> tuple | None:
         tiles = super().compiled(config)
-        return tiles and (config.transport, config.split_k > 1, *tiles)
+        return tiles and (config.transport, config.split_k > 1, config.warp_specialize, *tiles)
 
     def estimate_ms(self, config: GemmRsConfig, problem: "Problem", hardware: "Hardware") -> float:
         m, n, k = self.operand_sizes(problem)
@@ -97,6 +101,8 @@ class GemmRsTunable(dense.DenseTunable):
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":
+            if config.warp_specialize:  # the sums overlap with the GEMM, and a signal follows its tile
+                return 1e3 * (max(product, wire_bytes / rate) + tile)
             return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
         item = config.item_tiles * tiles.block_m * tiles.block_n * out_bytes(problem)
         total = wire_bytes / hardware.memory  # to read the partials again and add them

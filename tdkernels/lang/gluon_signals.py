@@ -1,0 +1,103 @@
+"""Signals and work items for kernels in Gluon, whose partitions of warps signal and wait independently of each other.
+
+The primitives of ``signals`` and ``work_queue`` that contain a barrier synchronize all threads of a program. These
+synchronize the warps of one partition.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tdkernels.lang.context import STATE_TICKETS, _state, num_ranks, rank, symm_at
+from tdkernels.lang.kernel import jit
+from tdkernels.lang.signals import _wait_each, _wide
+
+_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+_THREADS = gl.constexpr(64)  # of two warps
+
+
+@jit
+def partition_barrier():
+    """Wait for all threads of the partition."""
+    tl.debug_barrier()
+
+
+@gluon.jit
+def agreed_signal(signal):
+    """Return the signal of a call, as ``signal_of``, with the same value in all threads. For a program of four warps.
+
+    Call it before the warps are specialized, and pass the result to the partitions.
+    """
+    word = gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    word.store(gl.full([1], signal, gl.int64, _FOUR_WARPS))
+    partition_barrier()
+    return gl.max(word.load(_FOUR_WARPS), 0)
+
+
+@gluon.jit
+def notify_from_warp(ctx, signal_ptr, peer, value):
+    """``notify`` in a partition of one warp, after the TMA stores of that warp.
+
+    ``await_tma_stores`` comes first. ``value`` is not 0.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;"
+        " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,l,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_ranks(ctx, first_ptr, stride, expected):
+    """``wait_plan_all`` WITH_OWN, in a partition of two warps."""
+    peers = gl.arange(0, _THREADS, layout=_TWO_WARPS)
+    is_peer = peers < num_ranks(ctx)
+    # A thread without a peer reads a word of this rank: any value satisfies its wait.
+    signal_ptrs = first_ptr + gl.where(is_peer, peers, rank(ctx)).to(gl.int64) * stride
+    _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
+    partition_barrier()  # each thread has acquired from one rank; after the barrier, all threads have from all ranks
+
+
+# ---- work items ----
+
+
+@jit
+def _counter(ctx, QUEUE: tl.constexpr):
+    """Return the pointer to the counter of queue 0 or 1. Both are in one word, which ``finish`` resets."""
+    return (_state(ctx) + STATE_TICKETS).to(tl.pointer_type(tl.int32)) + QUEUE
+
+
+@gluon.jit
+def request_by_warp(ctx, QUEUE: gl.constexpr):
+    """``fetch_work_item`` in a partition of one warp; ``item_of_warp`` returns the number."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0; mov.b32 $0, 0;"
+        " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+        "=r,l,~{memory}", [_counter(ctx, QUEUE)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def item_of_warp(answer):
+    """Return the number that ``request_by_warp`` requested, in all lanes of the warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [answer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def request_by_warps(ctx, QUEUE: gl.constexpr):
+    """``fetch_work_item`` in a partition of two warps; ``item_of_warps`` returns the number."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred first; mov.b32 $0, 0; setp.eq.u32 first, $2, 0;"
+        " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=_TWO_WARPS)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def item_of_warps(answer):
+    """Return the number that ``request_by_warps`` requested, in all threads."""
+    return gl.max(answer, 0)

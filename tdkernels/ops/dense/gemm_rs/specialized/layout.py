@@ -1,0 +1,78 @@
+"""Sizes, barriers and shared memory of ``gemm_rs_specialized_kernel``.
+
+Barriers of shared memory are of the kind "mbarrier":
+
+    FULL      one per stage: the operands of a step have arrived
+    FREE      one per stage: both partitions that multiply have read them
+    OUT_FULL  both of these have stored their part of half a tile
+    OUT_FREE  it has been read
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
+
+BLOCK_M, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in SPECIALIZED_TILE)
+HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
+STAGES = gl.constexpr(4)  # steps of K in flight
+SENDS = gl.constexpr(2)  # halves of a tile that are sent one after the other, columns 0 to HALF_N - 1 first
+# Registers of a thread. The three kinds of warps that do not multiply form a warp group, whose threads have the same
+# number. All threads together have 65536.
+MULTIPLY_REGISTERS, OTHER_REGISTERS = 192, 120
+
+FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
+NUM_BARRIERS = gl.constexpr(16)  # a power of two
+NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
+
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def make_barriers():
+    """Return the initialized barriers."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(FULL + stage), count=1)
+        mbarrier.init(bars.index(FREE + stage), count=2)
+    mbarrier.init(bars.index(OUT_FULL), count=2)
+    mbarrier.init(bars.index(OUT_FREE), count=1)
+    fence_async_shared()
+    return bars
+
+
+@gluon.jit
+def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr):
+    """Return the tuple ``memory`` of all partitions.
+
+    x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
+    weight  [STAGES, BLOCK_N, BLOCK_K], or [STAGES, BLOCK_K, BLOCK_N] if W_IS_KN
+    out     [2, HALF_M, HALF_N]: half a tile that is being sent
+    items   [STAGES, 1]: the work item of each stage
+    sent    [1, 1]: the work item of ``out``
+    """
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_M, BLOCK_K], swizzled)
+    if W_IS_KN:
+        w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], swizzled)
+    else:
+        w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
+    out = gl.allocate_shared_memory(dtype, [2, HALF_M, HALF_N], swizzled)
+    items = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
+    sent = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
+    return x, w, out, items, sent
+
+
+@gluon.jit
+def write_item(word, item, layout: gl.constexpr):
+    """Store the number of a work item in shared memory."""
+    word.store(gl.full([1], item, gl.int32, layout))
+
+
+@gluon.jit
+def read_item(word, layout: gl.constexpr):
+    """Return the number of a work item in shared memory."""
+    return gl.max(word.load(layout), 0)

@@ -1,0 +1,108 @@
+"""Test bodies for the warp-specialized kernel of gemm_rs. Every rank runs them; see test_specialized.py."""
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import GemmRsConfig, Tiles
+from tdkernels.ops.dense.gemm_rs import launch, launch_specialized
+from tests.ops.dense import cases
+from tests.support.dense_oracle import Case
+from tests.support.ranks import device
+
+PLAIN = {"transport": "direct", "tiles": Tiles(128, 256, 64, num_stages=3)}
+CONFIG = {**PLAIN, "warp_specialize": True}
+
+
+@contextlib.contextmanager
+def specialized(expected=True):
+    """Count the launches of each kernel in a ``with`` block, and check that only the expected one was prepared."""
+    prepared = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch_specialized, launch.launch_direct):
+            def prepare(*args, module=module, original=module.prepare):
+                prepared.append(module is launch_specialized)
+                return original(*args)
+
+            patch.setattr(module, "prepare", prepare)
+        yield
+    assert set(prepared) == {expected}, prepared
+
+
+def computes(dtype, shapes, bias):
+    """Check output and gradients."""
+    with specialized():
+        cases.computes("gemm_rs", dtype, shapes, bias=bias, **CONFIG)
+
+
+def computes_with_a_transposed_weight(dtype):
+    case = Case("gemm_rs", dtype, 130, 272, 200)
+    case.weight = cases.transposed(case.weight.detach(), torch.nan).requires_grad_()
+    with specialized():
+        case.check(case.run(config=GemmRsConfig(**CONFIG)))
+
+
+def computes_rows_of_segments():
+    """Check dim=1: the kernel reads rows of x where they are."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator(device()).manual_seed(0)
+    x = torch.randn(ranks, 3, 128 * ranks, 192, generator=generator, device=device(), dtype=torch.bfloat16)
+    weight = torch.randn(ranks, 272, 192, generator=generator, device=device(), dtype=torch.bfloat16)
+    with specialized():
+        z = tdkernels.gemm_rs(x[me], weight[me], dim=1, config=GemmRsConfig(**CONFIG))
+    plain = tdkernels.gemm_rs(x[me], weight[me], dim=1, config=GemmRsConfig(**PLAIN))
+    exact = torch.einsum("rbsk,rnk->bsn", x.double(), weight.double()).chunk(ranks, 1)[me]
+    assert torch.equal(z, plain) and (z - exact).norm() < 1e-2 * exact.norm()
+
+
+def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
+    """Check many calls with random operands and poisoned memory.
+
+    ``by_turns``: in each call, one of the ranks runs the kernel that is not specialized.
+    """
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    shapes = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640)]
+    delays = random.Random(me)
+    for number in range(repeats):
+        rows, n, k = shapes[number % len(shapes)]
+        x = torch.randn(ranks * rows, k, device=device(), dtype=torch.bfloat16)
+        weight = torch.randn(n, k, device=device(), dtype=torch.bfloat16)
+        bias = torch.randn(n, device=device(), dtype=torch.bfloat16) if number % 3 else None  # differs between ranks
+        poison = [torch.full((rows, n), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
+        del poison
+        time.sleep(delays.uniform(0, 0.002))
+        with pytest.MonkeyPatch.context() as patch:
+            if by_turns and number % ranks == me:
+                patch.setattr(launch_specialized, "supports", lambda *_: False)
+            z = tdkernels.gemm_rs(x, weight, bias, config=GemmRsConfig(**CONFIG))
+        plain = tdkernels.gemm_rs(x, weight, bias, config=GemmRsConfig(**PLAIN))
+        assert torch.equal(z, plain), f"call {number}, rows={rows} n={n} k={k}"
+    tdkernels.synchronize()
+
+
+def replays_in_a_graph():
+    """Check replays of a CUDA graph of three calls with new operands."""
+    ranks = dist.get_world_size()
+    x = torch.empty(ranks * 256, 448, device=device(), dtype=torch.bfloat16)
+    weight = torch.randn(528, 448, device=device(), dtype=torch.bfloat16)
+    call = lambda config: tdkernels.gemm_rs(x, weight, config=GemmRsConfig(**config))  # noqa: E731
+    call(CONFIG)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = [call(CONFIG) for _ in range(3)]
+    for _ in range(4):
+        x.normal_()
+        graph.replay()
+        plain = call(PLAIN)
+        assert all(torch.equal(z, plain) for z in found)
+
+
+def falls_back(n, k, dtype):
+    """Check operands that the kernel does not support."""
+    with specialized(expected=False):
+        cases.computes("gemm_rs", dtype, [(37, n, k)], **CONFIG)
