@@ -2,7 +2,10 @@
 
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 
-_FORMATS = {"num_comm_sms": "{} comm SMs", "chunk_tiles": "chunks of {} tiles", "item_tiles": "groups of {} tiles"}
+_FORMATS = {
+    "num_comm_sms": "{} comm SMs", "chunk_tiles": "chunks of {} tiles", "item_tiles": "groups of {} tiles",
+    "warp_specialize": "warp-specialized",
+}
 
 # {transport: fields that it does not use}
 _UNUSED = {
@@ -54,7 +57,8 @@ def _transport(config):
 def _own_fields(config, transport):
     """Return the fields other than method, tiles and transport that the transport uses, without neutral values."""
     skipped = {"method", "tiles", "transport", *_UNUSED.get(transport, ())}
+    neutral = {"split_k": 1, "pieces": 1}
     return {
         name: value for name, value in config.items()
-        if name not in skipped and value is not None and not (name in ("split_k", "pieces") and value == 1)
+        if name not in skipped and value is not None and value is not False and value != neutral.get(name)
     }

@@ -52,7 +52,8 @@ def test_every_tuned_operator_has_a_table():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_problems_are_unique(operator):
-    problems = [entry.problem for entry in entries(operator)]
+    """A problem may also have a modelled entry."""
+    problems = [(entry.problem, entry.modelled) for entry in entries(operator)]
     assert len(problems) == len(set(problems))
 
 
@@ -74,7 +75,8 @@ def test_every_entry_is_usable(file, simulated_gpu):
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_no_entry_is_slower_than_default_or_torch(operator):
-    slower = [entry for entry in entries(operator) if not entry.ms <= min(_baselines(entry))]
+    measured = [entry for entry in entries(operator) if not entry.modelled]
+    slower = [entry for entry in measured if not entry.ms <= min(_baselines(entry))]
     assert not slower
 
 
@@ -102,6 +104,10 @@ def test_models_are_covered(operator, ranks):
 def test_modelled_entries_are_those_of_the_recorded_rows():
     """If this fails after a benchmark in solo mode, run ``python -m bench.dense.modelled``."""
     shipped = [entry for file in FILES for entry in disk_cache.load(file) if entry.modelled]
-    made = table.from_json(table.to_json([entry_of(*item) for item in best_rows().items()]))[0]
+    by_table = {}
+    for item in best_rows().items():
+        made = entry_of(*item)
+        by_table.setdefault(table.head(made), []).append(made)
+    made = [entry for head in sorted(by_table) for entry in table.from_json(table.to_json(by_table[head]))[0]]
     ignored = {"versions": {}}  # the hash of the kernels is that of the code when the table was written
     assert shipped and [replace(e, **ignored) for e in shipped] == [replace(e, **ignored) for e in made]

@@ -9,7 +9,7 @@ from tdkernels import GemmRsConfig, Tiles
 from tdkernels.ops.dense.gemm_rs import launch_specialized
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
-from tests.support.aot import PLAN, SHARED_MEMORY, assemble, compile_for
+from tests.support.aot import PLAN, SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
@@ -40,6 +40,7 @@ def test_kernel_on_hopper(ranks, dtype, w_is_kn, bias):
     ptx = compiled.asm["ptx"]
     report, code = assemble(ptx)
     assert "stack size" not in report  # no registers are spilled
+    assert not unwritten(code)
     machine_code = "\n".join(instruction for _, instruction in code)
     # Per step and partition: four products of 16 columns of K, and one wait, which leaves the last step in flight.
     assert machine_code.count("HGMMA.64x256x16") == 8 and machine_code.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 2
