@@ -6,28 +6,15 @@ import pytest
 import torch
 
 from tdkernels import GemmRsConfig, Tiles
-from tdkernels.ops.dense.gemm_rs import launch_specialized
-from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
+from tests.compiled.specialized import TILES, specialized_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
-from tests.support.aot import PLAN, SHARED_MEMORY, assemble, compile_for, unwritten
+from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 
-TILES = Tiles(128, 256, 64, num_stages=3)
-
-
-def compiled_for(ranks, dtype, w_is_kn, bias, rows=1024, n=512, k=448):
-    weight = torch.empty(n, k, dtype=dtype)
-    x = torch.empty(ranks * rows, k, dtype=dtype)
-    memory = x.new_empty(2 * TILES.block_m * TILES.block_n)
-    descs = [launch_specialized._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
-    args, constants = launch_specialized._arguments(
-        torch.empty(64, dtype=torch.int64), x, weight.t().contiguous().t() if w_is_kn else weight,
-        torch.empty(n, dtype=dtype) if bias else None, torch.empty(64, dtype=dtype), descs, rows, PLAN, TILES, rows,
-    )
-    assert constants["W_IS_KN"] == w_is_kn
-    return compile_for(gemm_rs_specialized_kernel, args, constants, "sm_90")
+def compiled_for(*which):
+    return compile_for(*specialized_launch(*which), "sm_90")
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
@@ -49,7 +36,7 @@ def test_kernel_on_hopper(ranks, dtype, w_is_kn, bias):
 
 def test_signals_follow_their_tiles():
     """A signal is released after the wait for all TMA stores of the same warp, and a fence of the async proxy."""
-    ptx = compiled_for(2, BF16, False, False).asm["ptx"]
+    ptx = compiled_for(2, BF16).asm["ptx"]
     stores = re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", ptx)
     assert len(stores) == 2 * 8  # eighths of a tile, for each rank
     (wait,) = re.finditer(r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async\.global;", ptx)
@@ -59,7 +46,7 @@ def test_signals_follow_their_tiles():
 
 def test_barriers_are_those_of_a_partition():
     """A barrier of all threads would wait for warps that never reach it."""
-    ptx = compiled_for(2, BF16, False, False).asm["ptx"]
+    ptx = compiled_for(2, BF16).asm["ptx"]
     first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
     barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
     assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
