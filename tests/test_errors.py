@@ -109,9 +109,6 @@ GEMM_RS = {
     "unknown method": (lambda: rs(method="nccl"), ValueError, "method", "'nccl'"),
     "empty items": (lambda: rs(item_tiles=0), ValueError, "item_tiles", "not 0"),
     "block_n not a power of two": (lambda: rs(tiles=tiles(block_n=96)), ValueError, "block_n", "power of two", "96"),
-    "warp_specialize with another tile": (
-        lambda: rs(transport="direct", warp_specialize=True), ValueError, "warp_specialize needs tiles of 128 x 256 x",
-    ),
     "warp_specialize is a number": (
         lambda: rs(warp_specialize=1), TypeError, "warp_specialize must be True or False", "1",
     ),

@@ -3,10 +3,8 @@
 import re
 
 import pytest
-import torch
 
-from tdkernels import GemmRsConfig, Tiles
-from tests.compiled.specialized import TILES, specialized_launch
+from tests.compiled.specialized import specialized_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
@@ -50,12 +48,3 @@ def test_barriers_are_those_of_a_partition():
     first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
     barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
     assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
-
-
-def test_another_tile_is_rejected():
-    right, wrong = (
-        GemmRsConfig(transport="direct", tiles=tiles, warp_specialize=True) for tiles in (TILES, Tiles(128, 128, 64))
-    )
-    reason = wrong.illegal(torch.device("cpu"), BF16)
-    assert reason == "warp_specialize needs tiles of 128 x 256 x 64, not 128 x 128 x 64"
-    assert right.illegal(torch.device("cpu"), BF16) is None

@@ -31,16 +31,17 @@ class GemmRsConfig:
             "torch" runs a GEMM, then a reduce-scatter.
         tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
         transport: "forward" stages partial tiles, and other work items copy them to the owner. With "direct" the
-            program that computed a tile sends it while it computes the next one, and other programs add the partials.
-            "one_shot" has one program per tile and K split, and a tile covers all rows, for small M. On several nodes
-            it is always "forward".
+            program that computed a tile sends it while it computes the next one, and other programs, or with
+            ``warp_specialize`` other warps, add the partials. "one_shot" has one program per tile and K split, and a
+            tile covers all rows, for small M. On several nodes it is always "forward".
         item_tiles: Number of tiles in a group, which is sent with one signal. Only used by "forward".
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
         pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
             "parts" uses.
-        warp_specialize: Whether different warps of a program load, multiply, send and add, with transport "direct". It
-            needs tiles of 128 x 256 x 64. Only on Hopper, for 16-bit operands without scales that TMA can load, and N
-            a multiple of 16; otherwise the same config runs without it, with the same results.
+        warp_specialize: Whether different warps of a program may load, multiply, send and add, with transport "direct".
+            They do so on Hopper, for tiles of 128 x 256 x 64, 16-bit operands without scales that TMA can load, and N a
+            multiple of 16. ``num_warps`` and ``num_stages`` are not used then. Otherwise, with ``max_ranks`` of the
+            batch-invariant mode, and while a trace is recorded, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"
@@ -68,10 +69,6 @@ class GemmRsConfig:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         if self.tiles is None:
             return None
-        sizes = self.tiles.block_m, self.tiles.block_n, self.tiles.block_k
-        if self.transport == "direct" and self.warp_specialize and sizes != SPECIALIZED_TILE:
-            wanted, given = (" x ".join(map(str, each)) for each in (SPECIALIZED_TILE, sizes))
-            return f"warp_specialize needs tiles of {wanted}, not {given}"
         sends = self.transport == "direct"
         sent = launch_direct.shared_memory_bytes(self.tiles, device, dtype) if sends else 0
         return self.tiles.illegal(device, dtype, sent)
@@ -98,7 +95,9 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     # Faster than "forward" in all 8 shapes measured on 2 H100, and on 4 and 8 ranks in solo mode.
     if launch_direct.suits(tiles, n, k, dtype, device, world_size):
-        return GemmRsConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=True)
+        return GemmRsConfig(
+            tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=dtype.itemsize == 2
+        )
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.invariance import leaves_of_rank
+from tdkernels.lang.tested_versions import triton_is_tested
 from tdkernels.ops.common.gemm_operands import rows_contiguous, tma_fits, weight_layout
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.dense import launch_direct as shared
+from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -36,11 +38,14 @@ def supports(
     x: torch.Tensor, weight: torch.Tensor, config: Any, world_size: int, scales: Scales | None = None
 ) -> bool:
     """Return whether the kernel runs a config with transport "direct". Ranks may disagree: see the kernel."""
-    if not config.warp_specialize or scales is not None or leaves_of_rank(world_size):
+    tiles = config.tiles
+    if not config.warp_specialize or (tiles.block_m, tiles.block_n, tiles.block_k) != SPECIALIZED_TILE:
+        return False
+    if scales is not None or leaves_of_rank(world_size):
         return False
     if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or weight.shape[0] % 16 or recorder.active is not None:
         return False
-    return tma_fits(x, weight) and _kernel() is not None
+    return tma_fits(x, weight) and triton_is_tested() and _kernel() is not None
 
 
 def _described(tensor, sizes, strides, block):

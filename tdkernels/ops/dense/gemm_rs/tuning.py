@@ -1,5 +1,6 @@
 """Tunable of gemm_rs: problems, search space and cost model."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,9 @@ class GemmRsTunable(dense.DenseTunable):
             reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
         return GemmRsConfig(transport="direct")
 
+    def as_recorded(self, config: GemmRsConfig) -> GemmRsConfig:
+        return replace(config, warp_specialize=False)
+
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, k = self.of_a_rank(problem)
         configs = []
@@ -66,8 +70,9 @@ class GemmRsTunable(dense.DenseTunable):
                 GemmRsConfig(tiles=tiles, transport="direct")
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
-            if launch_direct.suits(LARGE, n, k, problem.torch_dtype, device, problem.world_size):
-                tiles = launch_direct.DIRECT_LARGE
+            dtype, tiles = problem.torch_dtype, launch_direct.DIRECT_LARGE
+            by_engine = launch_direct.suits(LARGE, n, k, dtype, device, problem.world_size)
+            if by_engine and dtype.itemsize == 2 and n % 16 == 0:
                 configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)

@@ -155,8 +155,9 @@ def multiply_partition(memory, bars, steps, WHICH: gl.constexpr, W_IS_KN: gl.con
         mbarrier.arrive(bars.index(OUT_FULL), count=1)
         mbarrier.wait(bars.index(FULL + turn % STAGES), (turn // STAGES) & 1)
         item = read_item(items.index(turn % STAGES), FOUR_WARPS)
+    # Both partitions wait. Otherwise this arrival could count for the half before, in place of the other partition.
+    mbarrier.wait(bars.index(OUT_FREE), 1)
     if WHICH == 0:
-        mbarrier.wait(bars.index(OUT_FREE), 1)
         write_item(sent.index(0), NO_ITEM, FOUR_WARPS)
     mbarrier.arrive(bars.index(OUT_FULL), count=1)
 
