@@ -12,7 +12,8 @@ barrier: call t uses half t mod 2 of the workspace, and no rank can finish call 
     transport      how a partial tile is sent
     "forward"      staged, then copied in groups by other work items, as above
     "direct"       by the program that computed it, each tile with its own signal; the tiles of all ranks are computed
-                   by turns, and other programs add the partials (``kernel_direct``)
+                   by turns, and other programs add the partials (``kernel_direct``), or other warps of each program
+                   (``specialized``, on Hopper)
     "one_shot"     by the program that computed it; one program per tile and K split, for small M
                    (``dense.kernel_one_shot``)
 
