@@ -36,7 +36,7 @@ class Schedule:
 
     def start(self, functions):
         """Run functions to their end. Raise the first error, or Stuck."""
-        threads = [threading.Thread(target=self._run, args=(name, f)) for name, f in functions.items()]
+        threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in functions.items()]
         self.waiting = {name: lambda: True for name in functions}
         # Some threads are slow: threads of equal speed would hardly ever overtake each other.
         self.speeds = {name: self.random.choice([1, 0.1, 0.01]) for name in functions}

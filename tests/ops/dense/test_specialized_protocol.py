@@ -9,7 +9,7 @@ from tests.ops.dense.specialized_protocol import Run
 from tests.support.subset import THOROUGH
 
 SIZES = [(0, 3), (1, 1), (1, 9), (2, 2), (3, 4), (5, 7)]  # work items, steps
-SEEDS = 200 if THOROUGH else 25
+SEEDS = 200 if THOROUGH else 10
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
