@@ -161,7 +161,8 @@ def rewrite(file: Path, added: Sequence[table.Entry], newest: bool = False) -> N
     Args:
         file: The file.
         added: Entries of one operator and GPU.
-        newest: Whether to keep only the newest entry for each problem, for any version of the kernels.
+        newest: Whether to keep only the newest entries for each problem (``table.newest``), for any version of the
+            kernels.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     entries = table.merge(_kept(file, table.head(added[0])), added)

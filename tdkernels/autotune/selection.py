@@ -141,7 +141,7 @@ def look_up(tunable: "Tunable", problem: "Problem", device: torch.device, mode: 
         choice = _exact(tunable, problem, device, source, entries)
         if choice is not None:
             return choice
-    choice = _similar(tunable, problem, device, NEAREST, mine + shipped) or _from_similar_gpu(tunable, problem, device)
+    choice = _similar(tunable, problem, device, NEAREST, mine, shipped) or _from_similar_gpu(tunable, problem, device)
     return choice or Choice(tunable.fallback(problem, device), DEFAULT)
 
 
@@ -156,19 +156,22 @@ def _exact(tunable, problem, device, source, entries):
 
 
 def _preferred(tunable, entries):
-    """Return the entry of a problem to use: measured with the current versions, modelled, or measured with others."""
+    """Return the entry of a problem to use: measured with the current kernels, modelled, or measured with others."""
     modelled = [entry for entry in entries if entry.modelled]
     if not modelled or len(modelled) == len(entries):
         return entries[-1]
-    current = versions(tunable)  # takes up to 0.4 s to compute, so only if the choice depends on it
-    measured = [entry for entry in entries if not entry.modelled and entry.versions == current]
+    current = versions(tunable)["kernels"]  # takes up to 0.4 s to compute, so only if the choice depends on it
+    measured = [entry for entry in entries if not entry.modelled and entry.versions.get("kernels") == current]
     return (measured or modelled)[-1]
 
 
-def _similar(tunable, problem, device, source, entries):
-    """Return the Choice of the entry with the nearest shape, or None."""
-    similar = table.nearest(entries, problem)
-    choice = _usable(tunable, problem, device, source, similar) if similar is not None else None
+def _similar(tunable, problem, device, source, mine, shipped):
+    """Return the Choice of an entry with the nearest shape, or None. The user's own entry of that shape comes first."""
+    similar = table.nearest([*mine, *shipped], problem)
+    if similar is None:
+        return None
+    own, others = ([entry for entry in of if entry.problem == similar.problem] for of in (mine, shipped))
+    choice = _usable(tunable, problem, device, source, _preferred(tunable, own or others))
     return choice if choice is not None and tunable.suits(choice.config, problem, device) else None
 
 
@@ -180,7 +183,7 @@ def _from_similar_gpu(tunable, problem, device):
     theirs = replace(problem, gpu=kin)
     shipped = disk_cache.shipped_entries(problem.operator, kin)
     exact = _exact(tunable, theirs, device, SIMILAR_GPU, shipped)
-    return exact or _similar(tunable, theirs, device, SIMILAR_GPU, shipped)
+    return exact or _similar(tunable, theirs, device, SIMILAR_GPU, [], shipped)
 
 
 def _usable(tunable, problem, device, source, entry):

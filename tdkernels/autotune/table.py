@@ -137,8 +137,12 @@ def merge(*tables: Iterable[Entry]) -> list[Entry]:
 
 
 def newest(entries: Iterable[Entry]) -> list[Entry]:
-    """Return one entry for each problem: the one with the latest date, and for equal dates the last one."""
-    return list({entry.problem: entry for entry in sorted(entries, key=lambda entry: entry.when)}.values())
+    """Return one measured entry and one modelled entry for each problem, as far as there are any.
+
+    It is the one with the latest date, and for equal dates the last one.
+    """
+    by_date = sorted(entries, key=lambda entry: entry.when)
+    return list({(entry.problem, entry.modelled): entry for entry in by_date}.values())
 
 
 def nearest(entries: Sequence[Entry], problem: Problem) -> Entry | None:

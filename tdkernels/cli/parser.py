@@ -138,8 +138,8 @@ def _cache(parser):
     export.add_argument("operator", nargs="*", help="only these operators")
     export.add_argument(
         "--newest", action="store_true",
-        help="keep only the newest entry for each problem, instead of one for each version of the kernels: for tables "
-        "that are to be shipped",
+        help="keep only the newest entry for each problem, instead of one for each version of the kernels, and the "
+        "newest modelled one: for tables that are to be shipped",
     )
     merge = action("merge", "add tables from files or folders to the cache; their entries win")
     merge.add_argument("source", nargs="+", type=Path)

@@ -636,6 +636,12 @@ def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatc
     assert selected(older) == (1, "shipped")
     assert selected(older, model) == selected(model, older) == selected(model) == (3, "modelled")
     assert selected(older, now, model) == selected(model, now) == (2, "shipped")
-    assert selected(model, shape=(8192, 4096, 8192)) == (3, "nearest")
+    assert selected(replace(now, versions={**now.versions, "torch": "older"}), model) == (2, "shipped")
+    near = (8192, 4096, 8192)
+    assert selected(model, shape=near) == (3, "nearest")
+    for kernels in ("0000", "zzzz"):  # the order of the hashes does not matter
+        other = replace(older, versions={**current, "kernels": kernels})
+        assert selected(other, model, shape=near) == selected(model, other, shape=near) == (3, "nearest")
     mine.append(now)
     assert selected(model) == (2, "cache")
+    assert selected(older, model, shape=near) == (2, "nearest")

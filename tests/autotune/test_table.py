@@ -1,13 +1,14 @@
 """Tuning tables: JSON format, recovery from bad entries, merging, and lookup of the nearest shape."""
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdkernels.autotune.table import FORMAT, LaterFormat, TableError, from_json, merge, nearest, to_json
+from tdkernels.autotune.table import FORMAT, LaterFormat, TableError, from_json, merge, nearest, newest, to_json
 from tests.autotune.entries import make_entry
 
 M, N, K = SHAPE = 8192, 4096, 4096  # the default of make_entry; 8192 is the last M of its bucket
@@ -195,6 +196,13 @@ def nearest_shape(*shapes):
     found = [nearest(list(order), WANTED) for order in permutations(entries)]
     assert found == [found[0]] * len(found)
     return found[0] and found[0].problem.shape
+
+
+def test_newest_keeps_a_measured_and_a_modelled_entry():
+    measured = [make_entry(ms=ms, when=when) for ms, when in ((3.0, "2026-01-02"), (2.0, "2026-01-01"))]
+    modelled = [replace(entry, modelled=True, ms=entry.ms - 1.5) for entry in measured]
+    found = newest([*modelled, *measured])
+    assert sorted((entry.ms, entry.modelled) for entry in found) == [(1.5, True), (3.0, False)]
 
 
 def test_empty_table_has_no_nearest_entry():

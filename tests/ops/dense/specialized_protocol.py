@@ -3,7 +3,9 @@
 The source of ``specialized/partitions.py`` runs unchanged. Each partition is a thread. One thread runs at a time, and a
 seed selects which one continues after each operation on shared memory. TMA copies are made by threads of their own, as
 late as the seed likes; a product reads its operands when it is waited for. Buffers hold names of their contents instead
-of numbers, which are checked when they are read.
+of numbers, which are checked when they are read. A store must be fenced before TMA reads it.
+
+A partition is one thread here, so barriers among the warps of a partition are not checked.
 """
 
 import ast
@@ -108,7 +110,7 @@ class Cell:
     dtype = "bf16"
 
     def __init__(self, num_bytes=0):
-        self.value, self.num_bytes = None, num_bytes
+        self.value, self.num_bytes, self.fenced = None, num_bytes, True
 
     def permute(self, order):
         return self
@@ -117,7 +119,7 @@ class Cell:
         return self
 
     def store(self, value):
-        self.value = value
+        self.value, self.fenced = value, False
 
 
 class Run:
@@ -181,7 +183,7 @@ class Run:
                 store_wait=self._store_wait,
             ),
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
-            "fence_async_shared": self.schedule.until, "await_tma_stores": self._stores_done,
+            "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
             "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "notify_from_warp": self._signal,
             "signal_at": lambda ctx, half, slot: slot, "ONE_WARP": 1, "FOUR_WARPS": 4,
             "swizzle": lambda tile, tiles_m, tiles_n, group: (tile, 0),
@@ -208,6 +210,11 @@ class Run:
         if pred:
             bar.arrive()
 
+    def _fence(self):
+        part = int(threading.current_thread().name[-1])  # a partition that multiplies fences its own stores
+        self.memory[2][part].fenced = True
+        self.schedule.until()
+
     def _expect(self, bar, num_bytes):
         self.schedule.until()
         bar.arrive(num_bytes)
@@ -227,6 +234,7 @@ class Run:
         item = row // BLOCK_M * self.ranks + desc.step
 
         def read():
+            assert cell.fenced, "TMA reads a store that is not fenced"
             assert cell.value == (item, part, ("left half", "right half")[side]), (cell.value, item, part, side)
             self.unread -= 1
             self.stores.append(finish)

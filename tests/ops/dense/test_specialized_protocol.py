@@ -27,6 +27,10 @@ MUTANTS = {
     "a stage is free when its product has begun": ("warpgroup_mma_wait(1, ", "warpgroup_mma_wait(2, "),
     "the second half does not wait for the first": ("        mbarrier.wait(bars.index(OUT_FREE), 0)\n", ""),
     "a half is free before it has been read": ("            tma.store_wait(0)  # the half has been read\n", ""),
+    "a store is not fenced": (
+        "        out.index(WHICH).store(right)\n        fence_async_shared()\n",
+        "        out.index(WHICH).store(right)\n",
+    ),
     "a signal does not wait for its tile": ("        await_tma_stores()\n", ""),
     "loads do not wait": (
         "        mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)\n        write_item",
