@@ -12,7 +12,7 @@ from tdkernels.lang.context import STATE_TICKETS, _state, num_ranks, rank, symm_
 from tdkernels.lang.kernel import jit
 from tdkernels.lang.signals import _wait_each, _wide
 
-_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 _THREADS = gl.constexpr(64)  # of two warps
 
@@ -30,9 +30,9 @@ def agreed_signal(signal):
     Call it before the warps are specialized, and pass the result to the partitions.
     """
     word = gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    word.store(gl.full([1], signal, gl.int64, _FOUR_WARPS))
+    word.store(gl.full([1], signal, gl.int64, FOUR_WARPS))
     partition_barrier()
-    return gl.max(word.load(_FOUR_WARPS), 0)
+    return gl.max(word.load(FOUR_WARPS), 0)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 
+
 def compiled_for(*which):
     return compile_for(*specialized_launch(*which), "sm_90")
 

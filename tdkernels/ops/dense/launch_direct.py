@@ -1,5 +1,6 @@
 """What the launchers of the "direct" kernels share: limits, default tile, descriptors, and the number of programs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,12 +78,23 @@ def descriptors(
     if not _by_engine(x, weight, out_dtype):
         return []
     key = "direct", out_dtype, tiles.block_m, tiles.block_n, slots
+    return cached_descriptors(
+        workspace, key, out_dtype, lambda memory: _tiles_descriptor(memory, slots, workspace.half_bytes, tiles)
+    )
+
+
+def cached_descriptors(
+    workspace: "Workspace", key: tuple[Any, ...], dtype: torch.dtype, describe: Callable[[torch.Tensor], Any]
+) -> list[Any]:
+    """Return ``describe(memory)`` for rank + 1, rank + 2, ..., rank, cached as long as the buffers exist.
+
+    ``memory`` is the data of a rank as elements of ``dtype``, from half 0 on.
+    """
     found = workspace.launches[key]
     if found is None:
         ranks, me = workspace.world_size, workspace.rank
         buffers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks + 1)]
-        halves = [buffer[workspace.data_offset :].view(out_dtype) for buffer in buffers]
-        found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
+        found = [describe(buffer[workspace.data_offset :].view(dtype)) for buffer in buffers]
         workspace.launches[key] = found
     return found
 

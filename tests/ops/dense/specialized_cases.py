@@ -63,7 +63,8 @@ def computes_rows_of_segments():
 def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
     """Check many calls with random operands and poisoned memory.
 
-    ``by_turns``: in each call, one of the ranks runs the kernel that is not specialized.
+    ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized, also in later calls, which
+    reuse the launch.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
     shapes = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640)]

@@ -29,7 +29,7 @@ class Stuck(AssertionError):
 
 
 class Schedule:
-    """Threads of which one runs at a time."""
+    """Run threads one at a time, in an order that depends on a seed."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)

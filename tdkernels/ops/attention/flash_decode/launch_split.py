@@ -4,8 +4,6 @@ The parts of a latent cache (MLA) are computed by ``latent_kernel`` on Hopper. F
 ranks, ``kernel_split`` computes them.
 """
 
-import functools
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +27,7 @@ from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
+from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, local_workspace_of, operand_signature, output_spec
 from tdkernels.symm.group import group_state
 from tdkernels.symm.shared_settings import batch_invariance
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
     from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
 
-
-_log = logging.getLogger(__name__)
 
 
 class _Parts(NamedTuple):
@@ -86,14 +83,10 @@ def supports(q: torch.Tensor, window: int | None, group: "dist.ProcessGroup | No
     return can_split(q.shape[1], group.size(), group_state(group).topology.num_nodes)
 
 
-@functools.cache
+@optional_kernel("flash_decode: the kernel for latent caches")
 def _latent_kernel():
-    """Return the kernel for latent caches, or None if this version of Triton cannot import it."""
-    try:
-        from tdkernels.ops.attention.flash_decode.latent.kernel import latent_kernel
-    except (ImportError, AttributeError) as error:  # Gluon is experimental
-        _log.warning("flash_decode: the kernel for latent caches is not available, slower kernels run (%s)", error)
-        return None
+    from tdkernels.ops.attention.flash_decode.latent.kernel import latent_kernel
+
     return latent_kernel
 
 
@@ -253,21 +246,14 @@ def _parts_arguments(operands, scratch, kind, options, shape, parts, config):
 
 def _latent_arguments(operands, scratch, scale, shape, parts):
     """Return (args, constants) of ``latent_kernel``."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     q, k_cache, _, kv_lens, block_table, k_scale, v_scale, k_rope = operands
-
-    def described(tensor, sizes, strides, block):
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(block))
-        return TensorDescriptor(tensor, sizes, strides, block, layout)
 
     def keys(cache, width):
         sizes, strides = [*cache.shape[:2], cache.shape[3]], [*cache.stride()[:2], 1]
-        return described(cache, sizes, strides, [1, LATENT_BLOCK, width])
+        return descriptor(cache, sizes, strides, [1, LATENT_BLOCK, width])
 
     rotary = keys(k_cache if k_rope is None else k_rope, LATENT_D - LATENT_DV)
-    queries = described(
+    queries = descriptor(
         q, [shape.batch * shape.rows, LATENT_D], [LATENT_D, 1], [LATENT_ROWS, LATENT_DV // 2]
     )
     table = (kv_lens, 0, 0) if block_table is None else (block_table, block_table.stride(0), k_cache.shape[0])

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
-
-
 SPECIALIZED_TILE = 128, 256, 64  # the only tile of the warp-specialized kernel: M, N, K
 
 

@@ -1,7 +1,5 @@
 """Launch the warp-specialized kernel of gemm_rs."""
 
-import functools
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +12,19 @@ from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
 from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 SPLIT = 16  # parts of a tile that are added as separate work items
-_log = logging.getLogger(__name__)
 
 
-@functools.cache
+@optional_kernel("gemm_rs: the warp-specialized kernel")
 def _kernel():
-    """Return the kernel, or None if this version of Triton cannot import it."""
-    try:
-        from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
-    except (ImportError, AttributeError) as error:  # Gluon is experimental
-        _log.warning("gemm_rs: the warp-specialized kernel is not available, a slower one runs (%s)", error)
-        return None
+    from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
+
     return gemm_rs_specialized_kernel
 
 
@@ -48,41 +42,20 @@ def supports(
     return tma_fits(x, weight) and triton_is_tested() and _kernel() is not None
 
 
-def _described(tensor, sizes, strides, block):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(tensor, sizes, strides, block, layout)
-
-
 def _operand_descriptors(x, weight, is_kn, tiles):
     """Return descriptors of x [M, K], for half of the rows of a tile, and of a weight [N, K] in its memory layout."""
-    x_desc = _described(x, list(x.shape), [x.shape[1], 1], [tiles.block_m // 2, tiles.block_k])
+    x_desc = descriptor(x, x.shape, [x.shape[1], 1], [tiles.block_m // 2, tiles.block_k])
     if is_kn:
-        sizes, block = list(reversed(weight.shape)), [tiles.block_k, tiles.block_n]
-        return x_desc, _described(weight, sizes, [weight.stride(1), 1], block)
-    return x_desc, _described(weight, list(weight.shape), [weight.stride(0), 1], [tiles.block_n, tiles.block_k])
+        sizes, block = weight.shape[::-1], [tiles.block_k, tiles.block_n]
+        return x_desc, descriptor(weight, sizes, [weight.stride(1), 1], block)
+    return x_desc, descriptor(weight, weight.shape, [weight.stride(0), 1], [tiles.block_n, tiles.block_k])
 
 
 def _slots_descriptor(memory, half_bytes, tiles, slots):
     """Return a descriptor of whole tiles for ``memory``, which begins with half 0. Quarters of a tile are sent."""
     shape = [2, slots * tiles.block_m, tiles.block_n]
     strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
-    return _described(memory, shape, strides, [1, tiles.block_m // 2, tiles.block_n // 2])
-
-
-def _slots_of_ranks(workspace, dtype, tiles, slots):
-    """Return descriptors of the data of rank + 1, rank + 2, ..., rank, cached as long as the buffers exist."""
-    key = "specialized", dtype, slots
-    found = workspace.launches[key]
-    if found is None:
-        ranks, me = workspace.world_size, workspace.rank
-        buffers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks + 1)]
-        halves = [buffer[workspace.data_offset :].view(dtype) for buffer in buffers]
-        found = [_slots_descriptor(memory, workspace.half_bytes, tiles, slots) for memory in halves]
-        workspace.launches[key] = found
-    return found
+    return descriptor(memory, shape, strides, [1, tiles.block_m // 2, tiles.block_n // 2])
 
 
 def _arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows):
@@ -126,7 +99,10 @@ def prepare(
     # The same slots and signals as those of the kernel that is not specialized.
     plan = workspace.prepare("gemm_rs", fields, pieces * tiles.block_m * tiles.block_n * x.itemsize, pieces)
     z = output_spec(x, rows, n)
-    descs = _slots_of_ranks(workspace, x.dtype, tiles, pieces)
+    descs = shared.cached_descriptors(
+        workspace, ("specialized", x.dtype, pieces), x.dtype,
+        lambda memory: _slots_descriptor(memory, workspace.half_bytes, tiles, pieces),
+    )
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     grid = (gpu.num_sms(x.device) - gpu.spare_sms,)

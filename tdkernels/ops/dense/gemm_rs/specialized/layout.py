@@ -27,7 +27,6 @@ NUM_BARRIERS = gl.constexpr(16)  # a power of two
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit

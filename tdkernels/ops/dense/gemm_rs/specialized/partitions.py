@@ -14,14 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tdkernels.lang.context import signal_at
-from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
+from tdkernels.lang.gluon_signals import FOUR_WARPS, item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
 from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.dense.gemm_rs.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
-    FOUR_WARPS,
     FREE,
     FULL,
     HALF_M,
