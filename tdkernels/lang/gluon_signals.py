@@ -13,7 +13,7 @@ from tdkernels.lang.kernel import jit
 from tdkernels.lang.signals import _wait_each, _wide
 
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 _THREADS = gl.constexpr(64)  # of two warps
 
 
@@ -51,12 +51,35 @@ def notify_from_warp(ctx, signal_ptr, peer, value):
 @gluon.jit
 def wait_for_ranks(ctx, first_ptr, stride, expected):
     """``wait_plan_all`` WITH_OWN, in a partition of two warps."""
-    peers = gl.arange(0, _THREADS, layout=_TWO_WARPS)
+    peers = gl.arange(0, _THREADS, layout=TWO_WARPS)
     is_peer = peers < num_ranks(ctx)
     # A thread without a peer reads a word of this rank: any value satisfies its wait.
     signal_ptrs = first_ptr + gl.where(is_peer, peers, rank(ctx)).to(gl.int64) * stride
     _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
     partition_barrier()  # each thread has acquired from one rank; after the barrier, all threads have from all ranks
+
+
+@gluon.jit
+def notify_by_last(ctx, flag_ptr, count, signal_ptr, peer, value):
+    """``notify`` a peer after the stores of ``count`` partitions of two warps, in programs of this rank.
+
+    Each of them calls this after its stores, and the last one sets the signal. ``flag_ptr`` is a private word that they
+    share, initially zero; the last one resets it. ``value`` is not 0.
+    """
+    partition_barrier()
+    # Acquire and release at GPU scope, so the release at system scope covers the stores of all partitions.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first, last; .reg .b64 before; setp.eq.u32 first, $6, 0; mov.b64 before, -1;"
+        " @first atom.acq_rel.gpu.global.add.u64 before, [$1], 1; add.s64 before, before, 1;"
+        " setp.eq.and.s64 last, before, $2, first; @last st.relaxed.gpu.global.b64 [$1], $3;"
+        " @last st.release.sys.global.b64 [$4], $5; mov.b32 $0, 0; }",
+        "=r,l,l,l,l,l,r,~{memory}",
+        [
+            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value),
+            gl.arange(0, _THREADS, layout=TWO_WARPS),
+        ],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 # ---- work items ----
@@ -92,7 +115,7 @@ def request_by_warps(ctx, QUEUE: gl.constexpr):
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; mov.b32 $0, 0; setp.eq.u32 first, $2, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=_TWO_WARPS)], dtype=gl.int32,
+        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=TWO_WARPS)], dtype=gl.int32,
         is_pure=False, pack=1,
     )
 

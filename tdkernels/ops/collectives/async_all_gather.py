@@ -63,11 +63,12 @@ class AsyncAllGather(AsyncCollective):
         group: The resolved group.
         chunk_rows: Rows per chunk, which is sent with one signal.
         copies: Whether ``copy`` will be called.
+        num_flags: Private words for a kernel that sends the shard.
     """
 
     def __init__(
         self, operator: str, fields: Mapping[str, Any], x: torch.Tensor, group: "dist.ProcessGroup", chunk_rows: int,
-        copies: bool = False,
+        copies: bool = False, num_flags: int = 0,
     ) -> None:
         super().__init__("gather", group, x.device, across_nodes=True)
         self.x = x.detach()
@@ -78,7 +79,7 @@ class AsyncAllGather(AsyncCollective):
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes
         self.plan = self.workspace.prepare(
-            operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
+            operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks, num_flags
         )
         if copies and not self.spans_nodes:
             self.workspace.expect_copies()

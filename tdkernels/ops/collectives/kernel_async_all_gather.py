@@ -12,7 +12,7 @@ from tdkernels import lang as td
 @td.jit
 def push_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
-    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace, scales=None,
+    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace, scales=None, SLICES: tl.constexpr = 1,
 ):
     """Push this rank's shard to all peers, chunk by chunk, and set a signal per chunk.
 
@@ -22,6 +22,7 @@ def push_shard(
 
     ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, their offset in a
     slot, bytes for a chunk, bytes for the shard). None: only the shard is sent.
+    ``SLICES``: consecutive signals of a chunk. All of them are set when the chunk has been sent.
     """
     me = td.rank(ctx)
     others = td.num_ranks(ctx) - 1
@@ -36,8 +37,11 @@ def push_shard(
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
         if scales is not None:
             _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)
-        # waiter: the peer's tiles of this chunk
-        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
+        word = td.signal_at(ctx, half, (me * num_chunks + chunk) * SLICES)
+        td.notify(ctx, word, peer, signal)  # waiter: the peer's tiles of this chunk
+        if SLICES > 1:
+            for cut in range(1, SLICES):
+                td.notify(ctx, word + cut, peer, signal)
     if COPY_OWN:
         for chunk in range(worker, num_chunks, num_workers):
             start = chunk * chunk_bytes

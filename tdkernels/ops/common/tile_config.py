@@ -10,6 +10,7 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
+SPECIALIZED_TILE = 128, 256, 64  # the only tile of the warp-specialized kernels: M, N, K
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
 

@@ -1,9 +1,9 @@
-"""Run the partitions of the warp-specialized kernel of gemm_rs on the CPU, with stand-ins for Gluon, in random order.
+"""Run the partitions of the warp-specialized kernels on the CPU, with stand-ins for Gluon, in random order.
 
-The source of ``specialized/partitions.py`` runs unchanged. Each partition is a thread. One thread runs at a time, and a
-seed selects which one continues after each operation on shared memory. TMA copies are made by threads of their own, as
-late as the seed likes; a product reads its operands when it is waited for. Buffers hold names of their contents instead
-of numbers, which are checked when they are read. A store must be fenced before TMA reads it.
+The source of the partitions runs unchanged. Each partition is a thread. One thread runs at a time, and a seed selects
+which one continues after each operation on shared memory. TMA copies are made by threads of their own, as late as the
+seed likes; a product reads its operands when it is waited for. Buffers hold names of their contents instead of numbers,
+which are checked when they are read. A store must be fenced before TMA reads it.
 
 A partition is one thread here, so barriers among the warps of a partition are not checked.
 """
@@ -14,14 +14,21 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
-from tdkernels.ops.dense.gemm_rs.specialized import layout, partitions
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
+from tdkernels.ops.dense.gemm_rs.specialized import partitions as gemm_rs_partitions
+from tdkernels.ops.dense.specialized import layout, load, multiply
 
 BLOCK_M, BLOCK_N, BLOCK_K = SPECIALIZED_TILE
+HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
 _CONSTANTS = [
-    "BLOCK_K", "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_M", "HALF_N", "NO_ITEM", "OUT_FREE", "OUT_FULL", "SENDS",
-    "STAGES",
+    "BLOCK_K", "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_M", "HALF_N", "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES",
 ]
+
+
+def source_of(partitions):
+    """Return the source of all functions that the partitions of a kernel run."""
+    return "\n".join(Path(module.__file__).read_text() for module in (load, multiply, partitions))
 
 
 class Stuck(AssertionError):
@@ -122,49 +129,76 @@ class Cell:
         self.value, self.fenced = value, False
 
 
-class Run:
-    """One program with all work items of one launch."""
+class Weight:
+    """The weight of a stage: two buffers."""
 
-    def __init__(self, seed, items, steps, ranks, source=None):
-        self.schedule, self.items, self.steps, self.ranks = Schedule(seed), items, steps, ranks
+    def __init__(self):
+        self.halves = [Cell(HALF_N * BLOCK_K * 2) for _ in range(2)]
+
+    def permute(self, order):
+        return self
+
+    def slice(self, first, size, dim):
+        assert first % HALF_N == 0 and size == HALF_N and dim == 0
+        return self.halves[first // HALF_N]
+
+
+class Run:
+    """One program with all work items of one launch.
+
+    Subclasses have the partitions of one kernel. Work item ``item`` computes columns of tile ``item``.
+    """
+
+    partitions = None
+
+    def __init__(self, seed, items, steps, source=None):
+        self.schedule, self.items, self.steps = Schedule(seed), items, steps
         stages = layout.STAGES.value
         self.bars = [Barrier(1) for _ in range(stages)] + [Barrier(2) for _ in range(stages)] + [Barrier(2), Barrier(1)]
         assert (layout.FULL.value, layout.FREE.value) == (0, stages) and layout.OUT_FREE.value == 2 * stages + 1
         cells = lambda count, num_bytes=0: [Cell(num_bytes) for _ in range(count)]  # noqa: E731
-        halves, weights = cells(2 * stages, BLOCK_M // 2 * BLOCK_K * 2), cells(stages, BLOCK_N * BLOCK_K * 2)
-        self.memory = tuple(map(_indexed, (halves, weights, cells(2), cells(stages), cells(1))))
+        rows, weights = cells(2 * stages, HALF_M * BLOCK_K * 2), [Weight() for _ in range(stages)]
+        self.memory = tuple(map(_indexed, (rows, weights, cells(2), cells(stages), cells(1))))
         self.memory[2].dtype = "bf16"
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
         self.closed = False
-        self.code = self._code(source or Path(partitions.__file__).read_text())
+        self.code = self._code(source or source_of(self.partitions))
 
     def __call__(self):
-        """Run it, and check what was sent: each tile of each item, in four parts, before its signal."""
-        code, bars = self.code, _indexed(self.bars)
-        problem = (self.items * BLOCK_M, BLOCK_N, self.steps, 1, 0)
-
-        def load():
-            operands = "x", "weight"
-            code["load_partition"](None, operands, self.memory, bars, self.items, problem, 0, self.ranks, False)
-
-        def multiply(which):
-            code["multiply_partition"](self.memory, bars, self.steps, which, False)
-
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
-        descs = [SimpleNamespace(step=step, **form) for step in range(self.ranks)]
-
-        def send():
-            code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, self.ranks)
-            self.closed = True
-
+        """Run it, and check that each tile of each item left in quarters."""
         engines = {"loads": lambda: self._engine(self.loads), "stores": lambda: self._engine(self.stores)}
-        self.schedule.start({
-            "load": load, "multiply 0": lambda: multiply(0), "multiply 1": lambda: multiply(1), "send": send, **engines,
-        })
-        tiles = [entry for entry in self.sent if entry[0] == "tile"]
-        assert len(tiles) == 4 * self.items and len(set(tiles)) == len(tiles)
-        assert [entry[1] for entry in self.sent if entry[0] == "signal"] == list(range(self.items))
+        self.schedule.start({**self.threads(), **engines})
+        found = [entry[1:] for entry in self.sent if entry[0] == "tile"]
+        expected = [(item, part, side) for item in range(self.items) for part in range(2) for side in self.sides(item)]
+        assert sorted(found) == sorted(expected)
+
+    # ---- what differs between the kernels ----
+
+    def threads(self):
+        """Return {name: function} for the partitions, except the engines of TMA."""
+        raise NotImplementedError
+
+    def sides(self, item):
+        """Return the halves of its tile that a work item computes."""
+        return 0, 1
+
+    def names(self):
+        """Return stand-ins for functions that only one kernel uses."""
+        return {}
+
+    def place(self, desc, plane, row):
+        """Return (work item, half of the rows) for the first row of operands."""
+        raise NotImplementedError
+
+    def place_of_output(self, desc, row):
+        """Return (work item, half of the rows) for the first row of an output."""
+        raise NotImplementedError
+
+    def multiply(self, which, has_halves):
+        """Run a partition that multiplies."""
+        bars, keep = _indexed(self.bars), self.code["no_epilogue"]
+        self.code["multiply_partition"](self.memory, bars, self.steps, None, which, False, has_halves, keep)
 
     # ---- stand-ins ----
 
@@ -173,7 +207,7 @@ class Run:
         tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
         gl = SimpleNamespace(
             constexpr=int, static_range=range, maximum=max, float32="fp32", zeros=lambda *_: [],
-            NVMMADistributedLayout=lambda *_: None,
+            where=lambda condition, one, other: one if condition else other, NVMMADistributedLayout=lambda *_: None,
         )
         names = {
             "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function),
@@ -184,15 +218,13 @@ class Run:
             ),
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
             "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
-            "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "notify_from_warp": self._signal,
-            "signal_at": lambda ctx, half, slot: slot, "ONE_WARP": 1, "FOUR_WARPS": 4,
-            "swizzle": lambda tile, tiles_m, tiles_n, group: (tile, 0),
-            "row_in_segments": lambda row, owner, ranks, segment: row * ranks + owner * BLOCK_M,
+            "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "ONE_WARP": 1, "FOUR_WARPS": 4,
             "write_item": self._write, "read_item": self._read,
         }
         names |= {name: getattr(layout, name).value for name in _CONSTANTS}
-        exec(compile(tree, partitions.__file__, "exec"), names)
-        names["_halves"] = lambda acc: ((*acc, "left half"), (*acc, "right half"))
+        exec(compile(tree, self.partitions.__file__, "exec"), names)
+        names["_halves"] = lambda acc: (acc.half(0), acc.half(1))
+        names.update(self.names())
         return names
 
     def _engine(self, queue):
@@ -215,27 +247,29 @@ class Run:
         self.memory[2][part].fenced = True
         self.schedule.until()
 
-    def _expect(self, bar, num_bytes):
+    def _expect(self, bar, num_bytes, pred=True):
         self.schedule.until()
-        bar.arrive(num_bytes)
+        if pred:
+            bar.arrive(num_bytes)
 
-    def _load(self, desc, at, bar, cell):
+    def _load(self, desc, at, bar, cell, pred=True):
         def arrive():
             cell.value = (desc, *at)
             bar.complete(cell.num_bytes)
 
-        self.loads.append(arrive)
+        if pred:
+            self.loads.append(arrive)
         self.schedule.until()
 
     def _store(self, desc, at, cell):
         self.unread, self.unfinished = self.unread + 1, self.unfinished + 1
         _, row, col = at
-        part, side = row % BLOCK_M // (BLOCK_M // 2), col // (BLOCK_N // 2)
-        item = row // BLOCK_M * self.ranks + desc.step
+        item, part = self.place_of_output(desc, row)
+        side = col // HALF_N
 
         def read():
             assert cell.fenced, "TMA reads a store that is not fenced"
-            assert cell.value == (item, part, ("left half", "right half")[side]), (cell.value, item, part, side)
+            assert cell.value == (item, part, side), (cell.value, item, part, side)
             self.unread -= 1
             self.stores.append(finish)
 
@@ -251,11 +285,6 @@ class Run:
 
     def _stores_done(self):
         self.schedule.until(lambda: self.unfinished == 0)
-
-    def _signal(self, ctx, slot, owner, value):
-        item = slot * self.ranks + (owner - 1) % self.ranks
-        assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
-        self.sent.append(("signal", item))
 
     def _item(self, answer):
         self.next_item += 1
@@ -279,28 +308,171 @@ class Run:
         self.schedule.until()
         done = [_read_product(*each) if isinstance(each[0], Cell) else each for each in acc[: len(acc) - left]]
         acc = done + acc[len(acc) - left :]
-        return acc if left else _Sum(acc, self)
+        return acc if left else self._sum(acc)
+
+    def _sum(self, products):
+        """Return the tile with these products, which are those of all steps of one item and half of its rows."""
+        (desc, plane, row), _, first, width, _ = products[0]
+        item, part = self.place(desc, plane, row)
+        expected = [((desc, plane, row), step, first, width, step) for step in range(self.steps)]
+        assert products == expected, products
+        sides = tuple(range(first // HALF_N, (first + width) // HALF_N))
+        assert sides == tuple(self.sides(item)), (item, sides)
+        return _Tile(item, part, sides)
 
 
-class _Sum(tuple):
-    """A tile: (work item, part). Checks that its products are those of all steps of one item and part."""
+class GemmRsRun(Run):
+    """A program of ``gemm_rs_specialized_kernel``; its work items belong to the ranks in turns."""
 
-    def __new__(cls, products, run):
-        row = products[0][0]
-        part, item = row % BLOCK_M // (BLOCK_M // 2), row // BLOCK_M
-        owner, tile = item % run.ranks, item // run.ranks
-        item = tile * run.ranks + (owner - 1) % run.ranks
-        assert products == [(row, step, 0, step) for step in range(run.steps)], products
-        return super().__new__(cls, (item, part))
+    partitions = gemm_rs_partitions
+
+    def __init__(self, seed, items, steps, ranks, source=None):
+        self.ranks = ranks
+        super().__init__(seed, items, steps, source)
+
+    def __call__(self):
+        super().__call__()
+        assert [entry[1] for entry in self.sent if entry[0] == "signal"] == list(range(self.items))
+
+    def threads(self):
+        bars, ranks = _indexed(self.bars), self.ranks
+        problem = (self.items * BLOCK_M, BLOCK_N, self.steps, 1, 0)
+        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
+
+        def load():
+            self.code["load_partition"](None, (x, "weight"), self.memory, bars, self.items, problem, 0, ranks, False)
+
+        def send():
+            self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, ranks)
+            self.closed = True
+
+        return {
+            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, False),
+            "multiply 1": lambda: self.multiply(1, False),
+        }
+
+    def names(self):
+        return {
+            "notify_from_warp": self._signal, "signal_at": lambda ctx, half, slot: slot,
+            "swizzle": lambda tile, tiles_m, tiles_n, group: (tile, 0),
+            "row_in_segments": lambda row, owner, ranks, segment: row * ranks + owner * BLOCK_M,
+        }
+
+    def place(self, desc, plane, row):
+        tile, owner = row // BLOCK_M // self.ranks, row // BLOCK_M % self.ranks
+        return tile * self.ranks + (owner - 1) % self.ranks, row % BLOCK_M // HALF_M
+
+    def place_of_output(self, desc, row):
+        return row // BLOCK_M * self.ranks + desc.step, row % BLOCK_M // HALF_M
+
+    def _signal(self, ctx, slot, owner, value):
+        item = slot * self.ranks + (owner - 1) % self.ranks
+        assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
+        self.sent.append(("signal", item))
+
+
+class AgGemmRun(Run):
+    """A program of ``ag_gemm_specialized_kernel``. Rows of all items but every third arrive during the run."""
+
+    partitions = ag_gemm_partitions
+
+    def __init__(self, seed, items, steps, slice_steps, source=None):
+        self.slice_steps, self.slices = slice_steps, -(-steps // slice_steps)
+        self.arrived = set()
+        super().__init__(seed, items, steps, source)
+        self.kinds = [self.schedule.random.choice(["whole", "first half", "second half"]) for _ in range(items)]
+
+    def sides(self, item):
+        return {"whole": (0, 1), "first half": (0,), "second half": (1,)}[self.kinds[item]]
+
+    def threads(self):
+        bars = _indexed(self.bars)
+        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        own, gathered, out = (SimpleNamespace(name=name, **form) for name in ("own", "gathered", "out"))
+        weights, order = (None,) * 5, (0, 3, 0, 0, 0, 1, 0)
+
+        def load():
+            self.code["load_partition"](
+                None, (own, gathered, ("weight",)), self.memory, bars, self.items, order, weights, 1, 7,
+                self.items * BLOCK_M, 100, self.steps, self.slice_steps, False,
+            )
+
+        def store():
+            self.code["store_partition"](self.memory, bars, (out,), order, weights, self.items * BLOCK_M)
+            self.closed = True
+
+        def arrive():
+            slices = [(item, cut) for item in range(self.items) if item % 3 for cut in range(self.slices)]
+            self.schedule.random.shuffle(slices)
+            for each in slices:
+                self.arrived.add(each)
+                self.schedule.until()
+
+        return {
+            "load": load, "store": store, "arrive": arrive, "multiply 0": lambda: self.multiply(0, True),
+            "multiply 1": lambda: self.multiply(1, True),
+        }
+
+    def names(self):
+        return {
+            "_next_item": lambda ctx, answer, *_: self._item(answer), "_of_weight": lambda which, choices: choices[0],
+            "_place_of": self._place_of, "selected": lambda one, other, is_one: one if is_one else other,
+            "signal_at": lambda ctx, half, number: number, "wait_plan": self._wait_plan,
+        }
+
+    def _place_of(self, item, order, weights):
+        """Return the place of an item in the shard of rank ``item % 3``. This rank is 0."""
+        return item % 3, item, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
+
+    def _of_signal(self, number):
+        """Return the work item and the slice of a signal."""
+        number, cut = divmod(number, self.slices)
+        return number % 100, cut
+
+    def _wait_plan(self, ctx, number, signal, source, FOR_TMA):  # noqa: N803
+        assert FOR_TMA and self._of_signal(number)[0] % 3 == source > 0
+        self.schedule.until(lambda: self._of_signal(number) in self.arrived)
+
+    def _load(self, desc, at, bar, cell, pred=True):
+        if desc != "weight" and desc.name == "gathered":
+            _, row, k = at
+            item = row % (self.items * BLOCK_M) // BLOCK_M
+            assert (item, k // BLOCK_K // self.slice_steps) in self.arrived, "rows are read before they arrive"
+        super()._load(desc, at, bar, cell, pred)
+
+    def place(self, desc, plane, row):
+        source, row = divmod(row, self.items * BLOCK_M)
+        item, part = row // BLOCK_M, row % BLOCK_M // HALF_M
+        assert (desc.name, plane, source) == (("gathered", 1, item % 3) if item % 3 else ("own", 0, 0))
+        return item, part
+
+    def place_of_output(self, desc, row):
+        return row // BLOCK_M, row % BLOCK_M // HALF_M
+
+
+class _Tile:
+    """Columns of half of the rows of a tile. In shared memory, one half of its columns is its name."""
+
+    def __init__(self, item, part, sides):
+        self.item, self.part, self.sides = item, part, sides
+
+    def half(self, side):
+        return _Tile(self.item, self.part, (self.sides[side],))
 
     def to(self, dtype):
-        return self
+        (side,) = self.sides
+        return self.item, self.part, side
 
 
 def _read_product(x, weight):
-    (_, row, k), (_, col, weight_k) = x.value, weight.value
+    """Return (place of the rows, step, first column, columns, step of the weight)."""
+    desc, plane, row, k = x.value
+    parts = weight.halves if isinstance(weight, Weight) else [weight]
+    (_, col, weight_k), *others = [part.value for part in parts]
+    assert others in ([], [("weight", col + HALF_N, weight_k)]), (col, others)
     assert k % BLOCK_K == weight_k % BLOCK_K == 0
-    return row, k // BLOCK_K, col, weight_k // BLOCK_K
+    return (desc, plane, row), k // BLOCK_K, col, HALF_N * len(parts), weight_k // BLOCK_K
 
 
 class _indexed(list):  # noqa: N801

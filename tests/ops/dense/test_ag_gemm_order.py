@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdkernels import lang as td
-from tdkernels.ops.dense.ag_gemm.kernel import _tile_by_arrival
+from tdkernels.ops.dense.ag_gemm.kernel import tile_by_arrival
 
 
 @td.jit
 def order_kernel(out_ptr, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     """Store (shard, tile row, tile column) of each tile."""
     for tile in range(0, ranks * tiles_m * tiles_n):
-        source, pid_m, pid_n = _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
+        source, pid_m, pid_n = tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
         tl.store(out_ptr + 3 * tile, source)
         tl.store(out_ptr + 3 * tile + 1, pid_m)
         tl.store(out_ptr + 3 * tile + 2, pid_n)

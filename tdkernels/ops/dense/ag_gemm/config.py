@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
-from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
+from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
+from tdkernels.ops.dense import launch_specialized
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 _LARGE_SHARD_BYTES = 64 << 20
 # For two ranks. On 2 H100, five shapes: 8 % faster than 24 on average in CUDA graphs, and as fast in eager mode.
 _NUM_COMM_SMS_OF_TWO = 8
+# For the warp-specialized kernel, whose programs push about 10 GB/s each. On 2 H200 with a real link, the first number
+# was 1 to 6 % faster in five shapes, and the second one 4 % faster in the one that was bound by the link.
+_NUM_COMM_SPECIALIZED, _NUM_COMM_BOUND_BY_LINK = 64, 128
+_CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
 BARRIER_BYTES = 256  # of the pipeline, in shared memory
 # Up to this many rows of all ranks, reading the weight takes most of the time. "one_shot" reads it only once.
@@ -45,7 +50,13 @@ class AgGemmConfig:
             on their SMs. Not used by "copy_engine".
         chunk_tiles: Number of tile rows per chunk, which is sent with one signal. Not used by "one_shot".
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
-        pieces: Number of chunks in which a shard is sent and multiplied. The only other field that method "parts" uses.
+        pieces: Number of chunks in which a shard is sent and multiplied. The only other field that method
+            "parts" uses.
+        warp_specialize: Whether different warps of a program may load, multiply, store and push, with transport "push"
+            or "copy_engine". They do so on Hopper and one node, for tiles of 128 x 256 x 64, 16-bit operands without
+            scales that TMA can load, and N / W a multiple of 16. Programs that push then also compute tiles, and
+            ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded, the same config
+            runs without it. Results are the same.
     """
 
     method: str = "fused"
@@ -55,6 +66,7 @@ class AgGemmConfig:
     chunk_tiles: int = 1
     split_k: int = 1
     pieces: int = 1
+    warp_specialize: bool = False
 
     def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
         """Return why this config cannot run with a device and a dtype, or None if it can."""
@@ -98,6 +110,15 @@ def num_pushing(world_size: int) -> int:
     return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
 
 
+def specialized_config(
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
+) -> AgGemmConfig:
+    """Return the default config of the warp-specialized kernel for operands [rows, k] and [n, k] of a rank."""
+    share = launch_specialized.link_share(rows, n, k, dtype, device, world_size)
+    num_comm = min(_NUM_COMM_BOUND_BY_LINK if share > 1 else _NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
+    return AgGemmConfig(tiles=LARGE, num_comm_sms=num_comm, chunk_tiles=_CHUNK_SPECIALIZED, warp_specialize=True)
+
+
 def default_config(
     rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int, num_nodes: int = 1
 ) -> AgGemmConfig:
@@ -109,6 +130,8 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
+    if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device):
+        return specialized_config(rows, n, k, dtype, device, world_size)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))

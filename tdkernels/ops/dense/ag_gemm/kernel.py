@@ -24,7 +24,7 @@ from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 
 @td.jit
-def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
+def tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     """Return (shard, tile row, tile column): this rank's shard first, then chunks in the order in which they arrive.
 
     Groups of ``group_m`` tile rows are computed together, so that each part of the weight is read once per group. The
@@ -60,7 +60,7 @@ def _rounds(place, tiles, on_time, num_late, first_late):
 
 
 @td.jit
-def _selected(one, other, is_one):
+def selected(one, other, is_one):
     """Return ``one`` if ``is_one``, otherwise ``other``: pointers or descriptors.
 
     The compiler turns the branch into a selection.
@@ -108,7 +108,8 @@ def ag_gemm_kernel(
     x_scale_ptr, w_scale_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
     N_2, stride_w_2, N_3, stride_w_3,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, SLICES: tl.constexpr,
+    PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [M_shard / segment_rows, ranks, segment_rows, N].
 
@@ -123,6 +124,7 @@ def ag_gemm_kernel(
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
     STORES: number of column blocks in which a tile is stored.
+    SLICES: number of signals of a chunk. The warp-specialized kernel of another rank may set one after the other.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -164,7 +166,7 @@ def ag_gemm_kernel(
         push_shard(
             ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
             tl.where(is_void, 0, num_chunks), slot_bytes, program, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
-            trace=trace, scales=scales,
+            trace=trace, scales=scales, SLICES=SLICES,
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
@@ -177,7 +179,7 @@ def ag_gemm_kernel(
         tile = number * on_time + tl.maximum(number - first_late, 0) * num_late + place
         trace = (trace_ptr, num_comm + tile)
         td.mark(trace, "starts")
-        source, pid_m, pid_n = _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
+        source, pid_m, pid_n = tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
         is_own = source == me
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
@@ -189,22 +191,25 @@ def ag_gemm_kernel(
                 col = tl.where(is_other, (pid_n - starts[other]) * BLOCK_N, col)
                 n = tl.where(is_other, sizes[other], n)
                 stride = tl.where(is_other, strides[other], stride)
-                w = _selected(w_ptrs[other], w, is_other)
-                out = _selected(y_ptrs[other], out, is_other)
+                w = selected(w_ptrs[other], w, is_other)
+                out = selected(y_ptrs[other], out, is_other)
                 if PRODUCT.use_tma:
-                    b_desc = _selected(w_descs[other], b_desc, is_other)
+                    b_desc = selected(w_descs[other], b_desc, is_other)
                 if PRODUCT.has_bias:
-                    bias = _selected(bias_ptrs[other], bias, is_other)
+                    bias = selected(bias_ptrs[other], bias, is_other)
                 if y_desc is not None:
-                    out_desc = _selected(y_descs[other], out_desc, is_other)
+                    out_desc = selected(y_descs[other], out_desc, is_other)
         n = as_aligned(n, PRODUCT.aligned)
         stride = as_aligned(stride, PRODUCT.aligned)
         if source != me:
             td.mark(trace, "waits", source)
         # producer: push_shard of the source, or its copy engine. Of this rank's own rows no signal is expected.
-        signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
+        signal_ptr = td.signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * SLICES)
         expected = tl.where(is_own, NEVER, signal)
         seen = td.wait_plan(ctx, signal_ptr, expected, source, FOR_TMA=PRODUCT.use_tma)
+        if SLICES > 1:
+            for cut in range(1, SLICES):
+                seen = td.wait_plan(ctx, signal_ptr + cut, expected, source, FOR_TMA=PRODUCT.use_tma)
         td.mark(trace, "multiplies", source)
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         x_scale = None
@@ -216,7 +221,7 @@ def ag_gemm_kernel(
         if PRODUCT.use_tma:
             in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)
             acc = gemm_tile(
-                acc, x_ptr, _selected(x_desc, gathered_desc, is_own), tl.where(is_own, 0, half),
+                acc, x_ptr, selected(x_desc, gathered_desc, is_own), tl.where(is_own, 0, half),
                 tl.where(is_own, row, in_buffer), M_shard, w, b_desc, col, stride, n, K, K, PRODUCT,
                 x_scale, M_shard - row, w_scale_ptr,
             )

@@ -16,7 +16,13 @@ from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_bytes
-from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
+from tdkernels.ops.dense.ag_gemm import (
+    kernel_multinode,
+    launch_multinode,
+    launch_one_shot,
+    launch_specialized,
+    pipelined,
+)
 from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, blocks_in_memory
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.scaled_gather import gathered_scales
@@ -66,6 +72,7 @@ def _arguments(
     )
     if late is None:
         return (*before, weights[0], w_descs[0], biases[0], ys[0], *common), constants
+    constants["SLICES"] = launch_specialized.num_slices(k, config, fixed_half)
     y_descs = _output_descriptors(x, ys, config, segment_rows, constants)
     pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
     unused = MAX_WEIGHTS - len(weights)
@@ -119,6 +126,8 @@ def compile(
     if config.transport == "one_shot":
         return launch_one_shot.compile(x, weight, bias, config, scales)
     x = gemm_operands.rows_contiguous(x)
+    if launch_specialized.supports(x, [weight], config, x.shape[0], num_nodes, scales):
+        return launch_specialized.compile(x, weight, bias, config)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     fixed_half, late = config.transport == "copy_engine", None if num_nodes > 1 else (0, 0)
     y = x.new_empty(1, weight.shape[0], dtype=out_dtype_of(x, scales))
@@ -269,7 +278,11 @@ def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     slot_rows = slot_rows_of(rows)
     # The last rows of a slot hold the scales.
     slot_rows += slot_rows_of(cdiv(slot_rows * row_bytes(scales), k * x.element_size()))
-    plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
+    plan = workspace.prepare(
+        "ag_gemm", fields, ranks * slot_rows * k * x.element_size(),
+        ranks * num_chunks * launch_specialized.num_slices(k, config, fixed_half=False),
+        launch_specialized.num_flags(rows, k, ranks, config, fixed_half=False),
+    )
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     memory = gathered, slot_rows, plan, False
     return _launch_of(
@@ -285,6 +298,10 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
     """
     gathered, slot_rows, plan, fixed_half = memory
     topology = workspace.group.topology
+    if launch_specialized.supports(x, weights, config, segment_rows, topology.num_nodes, scales):
+        return launch_specialized.prepare(
+            order, workspace, memory, num_comm, x, weights, biases, config, segment_rows
+        )
     rows, dtype = topology.world_size * x.shape[0], out_dtype_of(x, scales)
     ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
     pieces, turns = _count(x, weights, num_comm, topology, config)
@@ -322,7 +339,8 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
     copies = config.transport == "copy_engine"
     fields = with_config(_fields(x, weights, segment_rows, scales), config)
     chunk_rows = config.chunk_tiles * config.tiles.block_m
-    gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies)
+    num_flags = launch_specialized.num_flags(*x.shape, group.size(), config, fixed_half=True)
+    gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies, num_flags)
     gather.begin()
     if copies:
         gather.copy(own=keep_gathered)

@@ -1,6 +1,7 @@
 """Tunable of ag_gemm: problems, search space and cost model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,8 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import is_scaled, scales_of
 from tdkernels.ops.common.scaling import scaled_linear
-from tdkernels.ops.dense import scaled
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.dense import launch_specialized, scaled
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm import launch, op
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
 
 _COPY_S = 20e-6  # time to start one copy of the copy engine
+_SPECIALIZED_RATE = 10e9  # bytes per second that a program of the warp-specialized kernel pushes (H200)
+_ENOUGH_PROGRAMS = 64  # for the rate of the link
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; with more rows the GEMM is not a small-M GEMM
 
 
@@ -73,6 +77,7 @@ class AgGemmTunable(dense.DenseTunable):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
             for chunk_tiles in sorted({of_a_shard, cdiv(of_a_shard, 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
+        configs += self._specialized(problem, device)
         m = problem.shape[0]
         configs += dense.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
         if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
@@ -82,6 +87,18 @@ class AgGemmTunable(dense.DenseTunable):
                 for num_comm in ((2,) if device.type == "cpu" else (16, 32)) for split in (1, 2, 4)
             ]
         return configs
+
+    def _specialized(self, problem, device):
+        """Return the candidates for the warp-specialized kernel."""
+        n, k = self.of_a_rank(problem)[1:]
+        if problem.num_nodes > 1 or not launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device):
+            return []
+        sizes = self.of_a_rank(problem)
+        default = ag_gemm_config.specialized_config(*sizes, problem.torch_dtype, device, problem.world_size)
+        return [
+            replace(default, num_comm_sms=num_comm, chunk_tiles=chunk_tiles)
+            for num_comm in sorted({24, 64, default.num_comm_sms}) for chunk_tiles in (1, 2)
+        ]
 
     def estimate_ms(self, config: AgGemmConfig, problem: "Problem", hardware: "Hardware") -> float:
         rows, n, k = self.of_a_rank(problem)
@@ -97,6 +114,11 @@ class AgGemmTunable(dense.DenseTunable):
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
+        if config.warp_specialize and config.transport == "push":
+            # All SMs multiply. The tiles of the last chunk begin with its first slice.
+            product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+            rate = min(config.num_comm_sms * _SPECIALIZED_RATE, dense.push_rate(_ENOUGH_PROGRAMS, hardware))
+            return 1e3 * (max(product, wire_bytes / rate) + tile / 2)
         copies = peers * cdiv(rows, config.chunk_tiles * tiles.block_m)
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
@@ -128,7 +150,7 @@ class AgGemmTunable(dense.DenseTunable):
 
     def compiled(self, config: AgGemmConfig) -> tuple | None:
         same = super().compiled(config)
-        return same and (*same, config.transport, config.split_k > 1)
+        return same and (*same, config.transport, config.split_k > 1, config.warp_specialize)
 
 
 register(AgGemmTunable())

@@ -7,7 +7,7 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
-from tdkernels.ops.dense import launch_direct
+from tdkernels.ops.dense import launch_direct, launch_specialized
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
-SPECIALIZED_TILE = 128, 256, 64  # the only tile of the warp-specialized kernel: M, N, K
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     # Faster than "forward" in all 8 shapes measured on 2 H100, and on 4 and 8 ranks in solo mode.
     if launch_direct.suits(tiles, n, k, dtype, device, world_size):
-        specializes = dtype.itemsize == 2 and n % 16 == 0
+        specializes = launch_specialized.suits(tiles, n, k, dtype, device)
         return GemmRsConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=specializes)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.invariance import leaves_of_rank
-from tdkernels.lang.tested_versions import triton_is_tested
-from tdkernels.ops.common.gemm_operands import rows_contiguous, tma_fits, weight_layout
+from tdkernels.ops.common.gemm_operands import rows_contiguous, weight_layout
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.dense import launch_direct as shared
-from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
-from tdkernels.runtime import gpu, recorder
+from tdkernels.ops.dense import launch_specialized as specialized
+from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -32,23 +31,9 @@ def supports(
     x: torch.Tensor, weight: torch.Tensor, config: Any, world_size: int, scales: Scales | None = None
 ) -> bool:
     """Return whether the kernel runs a config with transport "direct". Ranks may disagree: see the kernel."""
-    tiles = config.tiles
-    if not config.warp_specialize or (tiles.block_m, tiles.block_n, tiles.block_k) != SPECIALIZED_TILE:
+    if not config.warp_specialize or scales is not None or leaves_of_rank(world_size):
         return False
-    if scales is not None or leaves_of_rank(world_size):
-        return False
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or weight.shape[0] % 16 or recorder.active is not None:
-        return False
-    return tma_fits(x, weight) and triton_is_tested() and _kernel() is not None
-
-
-def _operand_descriptors(x, weight, is_kn, tiles):
-    """Return descriptors of x [M, K], for half of the rows of a tile, and of a weight [N, K] in its memory layout."""
-    x_desc = descriptor(x, x.shape, [x.shape[1], 1], [tiles.block_m // 2, tiles.block_k])
-    if is_kn:
-        sizes, block = weight.shape[::-1], [tiles.block_k, tiles.block_n]
-        return x_desc, descriptor(weight, sizes, [weight.stride(1), 1], block)
-    return x_desc, descriptor(weight, weight.shape, [weight.stride(0), 1], [tiles.block_n, tiles.block_k])
+    return specialized.supports(x, weight, config.tiles) and _kernel() is not None
 
 
 def _slots_descriptor(memory, half_bytes, tiles, slots):
@@ -63,7 +48,8 @@ def _arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows):
     (n, k), world_size = weight.shape, len(descs)
     weight, _, is_kn = weight_layout(weight)
     args = (
-        ctx, *_operand_descriptors(x, weight, is_kn, tiles), bias, z, *descs, *[None] * (shared.MAX_RANKS - world_size),
+        ctx, specialized.rows_descriptor(x, 1, x.shape[0], x.numel()),
+        specialized.weight_descriptor(weight, is_kn), bias, z, *descs, *[None] * (shared.MAX_RANKS - world_size),
         rows, n, k, plan, tiles.group_m, segment_rows,
     )
     constants = {

@@ -11,7 +11,7 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.common.tile_config import LARGE
-from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
+from tdkernels.ops.dense import launch_direct, launch_specialized, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
@@ -70,9 +70,8 @@ class GemmRsTunable(dense.DenseTunable):
                 GemmRsConfig(tiles=tiles, transport="direct")
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
-            dtype, tiles = problem.torch_dtype, launch_direct.DIRECT_LARGE
-            by_engine = launch_direct.suits(LARGE, n, k, dtype, device, problem.world_size)
-            if by_engine and dtype.itemsize == 2 and n % 16 == 0:
+            if launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device):
+                tiles = launch_direct.DIRECT_LARGE
                 configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)

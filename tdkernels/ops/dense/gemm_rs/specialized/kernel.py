@@ -1,7 +1,7 @@
 """Warp-specialized kernel of gemm_rs with transport "direct", for Hopper, in Gluon.
 
 It does what ``gemm_rs_direct_kernel`` does, with the same work items, slots and signals, so ranks may run either of
-them. A program has five kinds of warps, four of them in ``partitions``:
+them. A program has five kinds of warps, four of them in ``partitions`` and in ``specialized.multiply``:
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: fetches work items, and loads their operands with TMA
@@ -23,7 +23,8 @@ from tdkernels.lang.context import data_at, rank, signal_at
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal, item_of_warps, request_by_warps, wait_for_ranks
 from tdkernels.lang.memory import pointer_to
-from tdkernels.ops.dense.gemm_rs.specialized.layout import (
+from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, place_of, send_partition
+from tdkernels.ops.dense.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -32,12 +33,7 @@ from tdkernels.ops.dense.gemm_rs.specialized.layout import (
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.dense.gemm_rs.specialized.partitions import (
-    load_partition,
-    multiply_partition,
-    place_of,
-    send_partition,
-)
+from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
 
 _REGISTERS = gl.constexpr([MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
 
@@ -102,8 +98,8 @@ def gemm_rs_specialized_kernel(
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
-    x_desc: [W * M_shard, K], for [HALF_M, BLOCK_K] elements
-    w_desc: [N, K], for [BLOCK_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, BLOCK_N]
+    x_desc: [1, W * M_shard, K], for [1, HALF_M, BLOCK_K] elements
+    w_desc: [N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, HALF_N]
     desc1, desc2, ...: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N], for [1, HALF_M, HALF_N]
     ROWS: rows of a tile that are added at a time
     SPLIT: parts of a tile that are added as separate work items
@@ -121,10 +117,11 @@ def gemm_rs_specialized_kernel(
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
+    epilogue: gl.constexpr = no_epilogue
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, 0, W_IS_KN)),
-            (multiply_partition, (memory, bars, steps, 1, W_IS_KN)),
+            (multiply_partition, (memory, bars, steps, None, 0, W_IS_KN, False, epilogue)),
+            (multiply_partition, (memory, bars, steps, None, 1, W_IS_KN, False, epilogue)),
             (
                 _add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),

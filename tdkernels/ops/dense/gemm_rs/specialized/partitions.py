@@ -1,40 +1,27 @@
-"""The partitions of ``gemm_rs_specialized_kernel`` that load, multiply and send. None waits for another program.
-
-The number of a work item travels with the first step of its operands, and with its output.
-"""
+"""The partitions of ``gemm_rs_specialized_kernel`` that load and send. Neither waits for another program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.lang.context import signal_at
-from tdkernels.lang.gluon_signals import FOUR_WARPS, item_of_warp, notify_from_warp, request_by_warp
+from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
 from tdkernels.ops.common.gemm_tile import swizzle
-from tdkernels.ops.dense.gemm_rs.specialized.layout import (
-    BLOCK_K,
+from tdkernels.ops.dense.segments import row_in_segments
+from tdkernels.ops.dense.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    FREE,
-    FULL,
     HALF_M,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
     OUT_FREE,
     OUT_FULL,
-    SENDS,
     STAGES,
     read_item,
-    write_item,
 )
-from tdkernels.ops.dense.segments import row_in_segments
+from tdkernels.ops.dense.specialized.load import end_items, load_steps
 
 # ---- load ----
 
@@ -53,27 +40,6 @@ def place_of(tile, problem, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def _load_steps(operands, memory, bars, item, row, col, turn, first, last, W_IS_KN: gl.constexpr):
-    """Load the steps ``first`` to ``last`` of K of a tile. Return ``turn``, the number of steps so far."""
-    x_desc, w_desc = operands
-    x, w, _, items, _ = memory
-    for step in range(first, last):
-        stage = turn % STAGES
-        mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)
-        write_item(items.index(stage), item, ONE_WARP)
-        full = bars.index(FULL + stage)
-        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-        tma.async_copy_global_to_shared(x_desc, [row, step * BLOCK_K], full, x.index(2 * stage))
-        tma.async_copy_global_to_shared(x_desc, [row + HALF_M, step * BLOCK_K], full, x.index(2 * stage + 1))
-        if W_IS_KN:
-            tma.async_copy_global_to_shared(w_desc, [step * BLOCK_K, col], full, w.index(stage))
-        else:
-            tma.async_copy_global_to_shared(w_desc, [col, step * BLOCK_K], full, w.index(stage))
-        turn += 1
-    return turn
-
-
-@gluon.jit
 def load_partition(
     ctx, operands, memory, bars, num_items, problem, me, RANKS: gl.constexpr, W_IS_KN: gl.constexpr
 ):
@@ -88,77 +54,11 @@ def load_partition(
         row, col = place_of(item // RANKS, problem, RANKS)
         row = row_in_segments(row, (me + 1 + item % RANKS) % RANKS, RANKS, segment_rows)
         middle = gl.maximum(steps - STAGES, 0)
-        turn = _load_steps(operands, memory, bars, item, row, col, turn, 0, middle, W_IS_KN)
+        turn = load_steps(operands, memory, bars, item, 0, row, col, True, turn, 0, middle, W_IS_KN)
         answer = request_by_warp(ctx, 0)
-        turn = _load_steps(operands, memory, bars, item, row, col, turn, middle, steps, W_IS_KN)
+        turn = load_steps(operands, memory, bars, item, 0, row, col, True, turn, middle, steps, W_IS_KN)
         item = item_of_warp(answer)
-    stage = turn % STAGES
-    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)
-    write_item(memory[3].index(stage), NO_ITEM, ONE_WARP)
-    mbarrier.arrive(bars.index(FULL + stage), count=1)
-
-
-# ---- multiply ----
-
-
-@gluon.jit
-def _multiply_tile(memory, bars, turn, steps, WHICH: gl.constexpr, W_IS_KN: gl.constexpr):
-    """Return (HALF_M rows of a tile in fp32, number of steps so far)."""
-    x, w, _, _, _ = memory
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
-    for step in range(steps):
-        stage = turn % STAGES
-        mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)
-        weight = w.index(stage)
-        if not W_IS_KN:
-            weight = weight.permute((1, 0))
-        product = warpgroup_mma(x.index(2 * stage + WHICH), weight, acc, use_acc=step > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[product])
-        # The product of the step before is complete.
-        mbarrier.arrive(bars.index(FREE + (turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
-        turn += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(bars.index(FREE + (turn + STAGES - 1) % STAGES), count=1)
-    return acc, turn
-
-
-@gluon.jit
-def _halves(tile):
-    """Return columns 0 to HALF_N - 1 and the others of [HALF_M, BLOCK_N]. No element moves to another thread."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 16])
-    left, right = tile.reshape((HALF_M, 2, HALF_N)).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def multiply_partition(memory, bars, steps, WHICH: gl.constexpr, W_IS_KN: gl.constexpr):
-    """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones."""
-    _, _, out, items, sent = memory
-    turn = 0  # steps so far
-    mbarrier.wait(bars.index(FULL), 0)
-    item = read_item(items.index(0), FOUR_WARPS)
-    while item != NO_ITEM:
-        acc, turn = _multiply_tile(memory, bars, turn, steps, WHICH, W_IS_KN)
-        left, right = _halves(acc.to(out.dtype))
-        # A tile has two phases of OUT_FULL and OUT_FREE, one for each half.
-        mbarrier.wait(bars.index(OUT_FREE), 1)
-        out.index(WHICH).store(left)
-        if WHICH == 0:
-            write_item(sent.index(0), item, FOUR_WARPS)
-        fence_async_shared()
-        mbarrier.arrive(bars.index(OUT_FULL), count=1)
-        mbarrier.wait(bars.index(OUT_FREE), 0)
-        out.index(WHICH).store(right)
-        fence_async_shared()
-        mbarrier.arrive(bars.index(OUT_FULL), count=1)
-        mbarrier.wait(bars.index(FULL + turn % STAGES), (turn // STAGES) & 1)
-        item = read_item(items.index(turn % STAGES), FOUR_WARPS)
-    # Both partitions wait. Otherwise this arrival could count for the half before, in place of the other partition.
-    mbarrier.wait(bars.index(OUT_FREE), 1)
-    if WHICH == 0:
-        write_item(sent.index(0), NO_ITEM, FOUR_WARPS)
-    mbarrier.arrive(bars.index(OUT_FULL), count=1)
+    end_items(memory, bars, turn)
 
 
 # ---- send ----
@@ -184,7 +84,7 @@ def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.
     while item != NO_ITEM:
         slot = me * tiles + item // RANKS
         step = item % RANKS
-        for side in gl.static_range(SENDS):
+        for side in gl.static_range(2):
             if side > 0:
                 mbarrier.wait(bars.index(OUT_FULL), side)
             for peer in gl.static_range(RANKS):

@@ -1,4 +1,4 @@
-"""Sizes, barriers and shared memory of ``gemm_rs_specialized_kernel``.
+"""Sizes, barriers and shared memory of the warp-specialized kernels.
 
 Barriers of shared memory are of the kind "mbarrier":
 
@@ -6,18 +6,19 @@ Barriers of shared memory are of the kind "mbarrier":
     FREE      one per stage: both partitions that multiply have read them
     OUT_FULL  both of these have stored their part of half a tile
     OUT_FREE  it has been read
+
+A tile leaves in two halves, columns 0 to HALF_N - 1 first. Half a tile can be a work item of its own.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tdkernels.ops.dense.gemm_rs.config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 
 BLOCK_M, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in SPECIALIZED_TILE)
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
 STAGES = gl.constexpr(4)  # steps of K in flight
-SENDS = gl.constexpr(2)  # halves of a tile that are sent one after the other, columns 0 to HALF_N - 1 first
 # Registers of a thread. The three kinds of warps that do not multiply form a warp group, whose threads have the same
 # number. All threads together have 65536.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 192, 120
@@ -48,7 +49,7 @@ def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr):
 
     x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
     weight  [STAGES, BLOCK_N, BLOCK_K], or [STAGES, BLOCK_K, BLOCK_N] if W_IS_KN
-    out     [2, HALF_M, HALF_N]: half a tile that is being sent
+    out     [2, HALF_M, HALF_N]: half a tile that is being sent or stored
     items   [STAGES, 1]: the work item of each stage
     sent    [1, 1]: the work item of ``out``
     """

@@ -1,0 +1,153 @@
+"""Launch the warp-specialized kernel of ag_gemm."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tdkernels.ops.common.gemm_operands import weight_layout
+from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.dense import launch_specialized as specialized
+from tdkernels.rounding import cdiv
+from tdkernels.runtime import gpu
+from tdkernels.runtime.gluon import descriptor, optional_kernel
+from tdkernels.runtime.kernel_launch import Launch, output_spec
+
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
+_BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
+_SLICE_K = 1024  # columns of a shard that are announced with one signal
+_LATE = 0.5  # link_share from which on SMs wait for rows
+_MAX_WEIGHTS = 3  # of one call: each is a separate argument
+
+
+@optional_kernel("ag_gemm: the warp-specialized kernel")
+def _kernel():
+    from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
+
+    return ag_gemm_specialized_kernel
+
+
+def supports(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any, segment_rows: int, num_nodes: int = 1,
+    scales: Scales | None = None,
+) -> bool:
+    """Return whether the kernel runs a config of transport "push" or "copy_engine". Ranks may disagree: see it."""
+    if not config.warp_specialize or scales is not None or num_nodes > 1 or x.shape[0] == 0:
+        return False
+    if segment_rows != x.shape[0] and segment_rows % _BLOCK_M:
+        return False  # a tile would have rows of two segments
+    return all(specialized.supports(x, weight, config.tiles) for weight in weights) and _kernel() is not None
+
+
+def num_slices(k: int, config: Any, fixed_half: bool) -> int:
+    """Return the number of signals of a chunk with ``k`` columns, on whatever rank the kernel runs."""
+    return 1 if fixed_half or not config.warp_specialize else max(cdiv(k, _SLICE_K), 1)
+
+
+def num_flags(rows: int, k: int, world_size: int, config: Any, fixed_half: bool) -> int:
+    """Return the private words that the kernel needs for a shard [rows, k], on whatever rank it runs."""
+    if not config.warp_specialize or config.transport != "push":
+        return 0
+    chunks = cdiv(rows, config.chunk_tiles * config.tiles.block_m)
+    return chunks * num_slices(k, config, fixed_half) * (world_size - 1)
+
+
+def whole_tiles(tiles: int, programs: int, arrives_late: bool) -> int:
+    """Return how many of ``tiles`` tiles are not divided into halves.
+
+    Less than half a wave of tiles takes half of the time as halves, since these occupy more SMs. If the last rows
+    arrive late, their tiles do not fill a wave either.
+    """
+    left = tiles % programs
+    if arrives_late:
+        left = programs // 2
+    elif 2 * left > programs:
+        left = 0
+    return max(tiles - left, 0)
+
+
+def _grid(x, weights, world_size, num_comm):
+    """Return (number of programs, number of whole tiles)."""
+    rows, k = x.shape
+    tiles = world_size * cdiv(rows, _BLOCK_M) * sum(cdiv(weight.shape[0], _BLOCK_N) for weight in weights)
+    n = sum(weight.shape[0] for weight in weights)
+    arrives_late = specialized.link_share(rows, n, k, x.dtype, x.device, world_size) > _LATE
+    available = gpu.num_sms(x.device) - gpu.spare_sms
+    whole = whole_tiles(tiles, available, arrives_late)
+    return max(min(2 * tiles - whole, available), num_comm), whole
+
+
+def _output_descriptor(y, segment_rows):
+    """Return the descriptor of y [planes * segment_rows, n] as [planes, segment_rows, n]."""
+    n = y.shape[1]
+    shape, strides = [y.shape[0] // segment_rows, segment_rows, n], [segment_rows * n, n, 1]
+    return descriptor(y, shape, strides, [1, _BLOCK_M // 2, _BLOCK_N // 2])
+
+
+def _arguments(
+    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows, fixed
+):
+    """Return the arguments and constants of the kernel.
+
+    ``gathered`` describes the gathered rows: (first row as [1, K], planes, rows per plane, elements between planes).
+    """
+    rows, k = x.shape
+    layouts = [weight_layout(weight) for weight in weights]
+    is_kn = layouts[0][2]
+    of_weights = [
+        (specialized.weight_descriptor(weight, is_kn), bias, _output_descriptor(y, segment_rows))
+        for (weight, _, _), bias, y in zip(layouts, biases, ys, strict=True)
+    ]
+    unused = _MAX_WEIGHTS - len(weights)
+    sizes = [weight.shape[0] for weight in weights] + [0] * unused
+    args = (
+        ctx, x, specialized.rows_descriptor(x, 1, rows, rows * k), specialized.rows_descriptor(*gathered),
+        *chain.from_iterable([*of_weights, *[(None, None, None)] * unused]),
+        rows, *sizes, k, slot_rows, plan, num_comm, num_whole, config.chunk_tiles, config.tiles.group_m, segment_rows,
+        cdiv(k, _BLOCK_K) if fixed else _SLICE_K // _BLOCK_K,
+    )
+    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, "num_warps": 4}
+
+
+def compile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any) -> None:
+    """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    gathered, fixed = (x, 1, x.shape[0], x.numel()), config.transport == "copy_engine"
+    args, constants = _arguments(
+        ctx, x, gathered, [weight], [bias], [y], x.shape[0], 0, 0, 0, config, x.shape[0], fixed
+    )
+    _kernel().warmup(*args, grid=(1,), **constants)
+
+
+def prepare(
+    order: Any, workspace: "Workspace", memory: tuple[Any, int, int, bool], num_comm: int, x: torch.Tensor,
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], config: Any, segment_rows: int,
+) -> Launch:
+    """Return the Launch for operands that ``supports`` accepts.
+
+    Args:
+        order: Checks and orders the launch: the workspace, or WithinCall of it.
+        workspace: The workspace.
+        memory: (gathered as in ``_arguments``, rows per slot, plan id, whether the call uses one fixed half).
+        num_comm: Number of programs that push.
+        x: This rank's rows.
+        weights: Weights of one layout.
+        biases: Their biases.
+        config: The config.
+        segment_rows: Rows of a segment.
+    """
+    gathered, slot_rows, plan, fixed = memory
+    ys = [output_spec(x, workspace.world_size * x.shape[0], weight.shape[0]) for weight in weights]
+    programs, num_whole = _grid(x, weights, workspace.world_size, num_comm)
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows,
+        fixed,
+    )
+    return Launch(
+        order, _kernel(), (programs,), args, constants, (x, *weights, *biases), ys, (workspace.ctx, gathered[0])
+    )

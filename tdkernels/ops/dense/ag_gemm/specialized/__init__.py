@@ -1,0 +1,1 @@
+"""Warp-specialized kernel of ag_gemm, for Hopper, in Gluon."""

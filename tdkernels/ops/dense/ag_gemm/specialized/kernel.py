@@ -1,0 +1,110 @@
+"""Warp-specialized kernel of ag_gemm, for Hopper, in Gluon.
+
+It does what ``ag_gemm_kernel`` does, with the same slots and signals, so ranks may run either of them. A chunk of a
+shard has a signal for each slice of its columns, so that a tile can begin when the first slice has arrived. A program
+has five kinds of warps:
+
+    multiply    two partitions of four warps, each for half of the rows of a tile
+    load        one warp: fetches work items, waits for their rows, and loads their operands with TMA
+    store       one warp: stores a finished tile with TMA
+    push        two warps of the first programs: push this rank's shard to the peers
+
+So every SM multiplies from the start, and storing a tile overlaps with the main loop of the next one. The last tiles
+can be divided into halves, so that they occupy more SMs.
+
+Progress (invariant 1): only the warps that load wait for other programs, and only for warps that push, on any rank.
+These wait for nothing, and each has a fixed share of the work, in the programs with the smallest ids.
+"""
+
+from triton.experimental.gluon import language as gl
+
+from tdkernels.lang.calls import call, epoch, finish, signal_of
+from tdkernels.lang.context import num_ranks, rank
+from tdkernels.lang.gluon_kernel import gluon_jit
+from tdkernels.lang.gluon_signals import agreed_signal
+from tdkernels.ops.dense.ag_gemm.specialized.partitions import add_bias, load_partition, store_partition
+from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
+from tdkernels.ops.dense.specialized.layout import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    MULTIPLY_REGISTERS,
+    OTHER_REGISTERS,
+    make_barriers,
+    make_memory,
+)
+from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
+
+_REGISTERS = gl.constexpr([MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
+
+
+@gluon_jit(do_not_specialize=[
+    "M_shard", "N", "N_2", "N_3", "K", "slot_rows", "plan", "num_comm", "num_whole", "chunk_tiles", "group_m",
+    "segment_rows", "slice_steps",
+])
+def ag_gemm_specialized_kernel(
+    ctx, x_ptr, x_desc, gathered_desc, w_desc, bias_ptr, y_desc, w_desc_2, bias_ptr_2, y_desc_2, w_desc_3, bias_ptr_3,
+    y_desc_3,
+    M_shard, N, N_2, N_3, K, slot_rows, plan, num_comm, num_whole, chunk_tiles, group_m, segment_rows,
+    slice_steps,
+    FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr,
+):
+    """Compute y as ``ag_gemm_kernel`` does, without scales. Each N is a multiple of 16.
+
+    x_desc: [1, M_shard, K], for [1, HALF_M, BLOCK_K] elements
+    gathered_desc: [halves, W * slot_rows, K], for the same
+    w_desc, w_desc_2, w_desc_3: [N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, HALF_N]
+    y_desc, y_desc_2, y_desc_3: [W * M_shard / segment_rows, segment_rows, N], for [1, HALF_M, HALF_N]
+    num_comm: number of programs that push
+    slice_steps: steps of K with one signal; all, if other kernels or the copy engine send the rows
+    num_whole: number of tiles that are not divided into halves
+    """
+    me, ranks = rank(ctx), num_ranks(ctx)
+    if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
+        half = me * 0
+        signal = signal_of(ctx, epoch(ctx), plan)
+    else:
+        number, half, signal = call(ctx, plan)
+    signal = agreed_signal(signal)
+    tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
+    starts_2 = (N + BLOCK_N - 1) // BLOCK_N
+    starts_3 = starts_2 + (N_2 + BLOCK_N - 1) // BLOCK_N
+    tiles_n = starts_3 + (N_3 + BLOCK_N - 1) // BLOCK_N
+    weights = starts_2, starts_3, N, N_2, N_3
+    num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
+    tiles = ranks * tiles_m * tiles_n
+    # A void launch has no work items: a peer may still read the data of an earlier launch.
+    num_items = gl.where(signal == 0, 0, 2 * tiles - num_whole)
+    steps = (K + BLOCK_K - 1) // BLOCK_K
+    slices = (steps + slice_steps - 1) // slice_steps
+    row_bytes = K * 2
+    shard = (
+        M_shard, row_bytes, chunk_tiles * BLOCK_M, slice_steps * (BLOCK_K * 2), slices, num_chunks,
+        slot_rows * row_bytes.to(gl.int64),
+    )
+    order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
+    memory = make_memory(x_desc.dtype, W_IS_KN)
+    bars = make_barriers()
+    operands = x_desc, gathered_desc, (w_desc, w_desc_2, w_desc_3)
+    y_descs = y_desc, y_desc_2, y_desc_3
+    has_bias: gl.constexpr = bias_ptr is not None
+    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3)
+    finish_half: gl.constexpr = add_bias if has_bias else no_epilogue
+    gl.warp_specialize(
+        [
+            (multiply_partition, (memory, bars, steps, epilogue, 0, W_IS_KN, True, finish_half)),
+            (multiply_partition, (memory, bars, steps, epilogue, 1, W_IS_KN, True, finish_half)),
+            (push_partition, (ctx, x_ptr.to(gl.int64), half, signal, shard, gl.program_id(0), num_comm, FIXED_HALF)),
+            (
+                load_partition,
+                (
+                    ctx, operands, memory, bars, num_items, order, weights, half, signal, slot_rows, num_chunks, steps,
+                    slice_steps, W_IS_KN,
+                ),
+            ),
+            (store_partition, (memory, bars, y_descs, order, weights, segment_rows)),
+        ],
+        [4, 2, 1, 1],
+        _REGISTERS.value,
+    )
+    finish(ctx, ADVANCE=FIXED_HALF == 0)

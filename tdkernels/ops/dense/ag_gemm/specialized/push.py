@@ -1,0 +1,81 @@
+"""Push this rank's shard to all peers, in a partition of two warps of each of several programs."""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tdkernels.lang.context import data_at, flag_at, num_ranks, rank, signal_at
+from tdkernels.lang.gluon_signals import notify_by_last
+from tdkernels.lang.memory import pointer_to
+
+_ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
+_PART_BYTES = gl.constexpr(64 << 10)  # that a program pushes at a time
+
+
+@gluon.jit
+def _copy(dst, src, row_bytes, rows, num_bytes):
+    """Copy ``num_bytes`` of each of several rows from one address to another. All sizes are multiples of 16."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [2, 1], [1, 0])
+    rows_of_block = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    words_of_row = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, layout))
+    num_words, stride = num_bytes // 16 * 2, row_bytes // 16 * 2
+    for row in range(0, rows, _ROWS):
+        for word in range(0, num_words, _WORDS):
+            there = (row + rows_of_block < rows)[:, None] & (word + words_of_row < num_words)[None, :]
+            offs = (row + rows_of_block).to(gl.int64)[:, None] * stride + (word + words_of_row)[None, :]
+            words = gl.load(pointer_to(src, tl.int64) + offs, mask=there)
+            gl.store(pointer_to(dst, tl.int64) + offs, words, mask=there)
+
+
+@gluon.jit
+def _push_part(ctx, x, half, signal, shard, chunk, cut, part, parts, step, HAS_SIGNAL: gl.constexpr):
+    """Push one of ``parts`` parts of slice ``cut`` of a chunk to rank + ``step``.
+
+    The program that pushes the last part sets the signal.
+    """
+    rows, row_bytes, chunk_rows, slice_bytes, slices, num_chunks, slot_bytes = shard
+    me, ranks = rank(ctx), num_ranks(ctx)
+    peer = (me + step) % ranks
+    part_rows = (chunk_rows + parts - 1) // parts
+    row = chunk * chunk_rows + part * part_rows
+    end = gl.minimum(gl.minimum(row + part_rows, (chunk + 1) * chunk_rows), rows)
+    begin = row.to(tl.int64) * row_bytes + cut * slice_bytes
+    dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
+    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - cut * slice_bytes))
+    if HAS_SIGNAL:
+        flag = flag_at(ctx, (chunk * slices + cut) * (ranks - 1) + step - 1)
+        word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + cut)
+        notify_by_last(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
+
+
+@gluon.jit
+def push_partition(ctx, x, half, signal, shard, worker, num_workers, COPY_OWN: gl.constexpr):
+    """Push this rank's share of the shard; this is program ``worker``.
+
+    A slice of a chunk is pushed to all peers before the next one, so that all peers can multiply it.
+
+    x: address of the shard
+    shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
+        of a slot)
+    COPY_OWN: copy the shard to this rank's slot, too
+    """
+    _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
+    others = num_ranks(ctx) - 1
+    parts = (chunk_rows * slice_bytes.to(tl.int64) + _PART_BYTES - 1) // _PART_BYTES
+    parts = gl.minimum(parts, chunk_rows).to(tl.int32)
+    # In a void launch, a peer may still read the data of an earlier launch.
+    pushes = (worker < num_workers) & (signal != 0)
+    item = worker
+    end = gl.where(pushes, num_chunks * slices * others * parts, 0)
+    while item < end:
+        rest, part = item // parts, item % parts
+        step, rest = 1 + rest % others, rest // others
+        _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, step, True)
+        item += num_workers
+    if COPY_OWN:
+        item = worker
+        end = gl.where(pushes, num_chunks * slices * parts, 0)
+        while item < end:
+            rest, part = item // parts, item % parts
+            _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, 0, False)
+            item += num_workers

@@ -1,0 +1,1 @@
+"""What the warp-specialized kernels for Hopper, in Gluon, share: shared memory, loads and products."""

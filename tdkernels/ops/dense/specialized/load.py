@@ -1,0 +1,72 @@
+"""Load the operands of a tile into shared memory, in a partition of one warp."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tdkernels.ops.dense.specialized.layout import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    FREE,
+    FULL,
+    HALF_M,
+    HALF_N,
+    NO_ITEM,
+    ONE_WARP,
+    STAGES,
+    write_item,
+)
+
+
+@gluon.jit
+def _await_stage(bars, turn):
+    """Wait until the stage of step ``turn`` is free, and return it."""
+    stage = turn % STAGES
+    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def _load_weight(w_desc, col, k, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
+    """Load HALF_N columns of the product, as half number ``side`` of the weight of a stage."""
+    w = memory[1]
+    if W_IS_KN:
+        part = w.index(stage).slice(side * HALF_N, HALF_N, 1)
+        tma.async_copy_global_to_shared(w_desc, [k, col + side * HALF_N], full, part, pred=is_needed)
+    else:
+        part = w.index(stage).slice(side * HALF_N, HALF_N, 0)
+        tma.async_copy_global_to_shared(w_desc, [col + side * HALF_N, k], full, part, pred=is_needed)
+
+
+@gluon.jit
+def load_steps(operands, memory, bars, item, plane, row, col, is_whole, turn, first, last, W_IS_KN: gl.constexpr):
+    """Load the steps ``first`` to ``last`` of K of a tile. Return ``turn``, the number of steps so far.
+
+    operands: (descriptor of x [planes, rows, K] for [1, HALF_M, BLOCK_K] elements, descriptor of the weight)
+    is_whole: whether the item is a whole tile; otherwise it is HALF_N columns of one
+    """
+    x_desc, w_desc = operands
+    x = memory[0]
+    for step in range(first, last):
+        stage = _await_stage(bars, turn)
+        write_item(memory[3].index(stage), item, ONE_WARP)
+        full = bars.index(FULL + stage)
+        k = step * BLOCK_K
+        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2, pred=is_whole)
+        mbarrier.expect(full, (BLOCK_M + HALF_N) * BLOCK_K * 2, pred=is_whole == 0)
+        for part in gl.static_range(2):
+            rows = x.index(2 * stage + part)._reinterpret(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+            tma.async_copy_global_to_shared(x_desc, [plane, row + part * HALF_M, k], full, rows)
+        _load_weight(w_desc, col, k, full, memory, stage, 0, True, W_IS_KN)
+        _load_weight(w_desc, col, k, full, memory, stage, 1, is_whole, W_IS_KN)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def end_items(memory, bars, turn):
+    """Pass on that there are no more items."""
+    stage = _await_stage(bars, turn)
+    write_item(memory[3].index(stage), NO_ITEM, ONE_WARP)
+    mbarrier.arrive(bars.index(FULL + stage), count=1)

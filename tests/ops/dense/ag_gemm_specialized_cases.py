@@ -1,0 +1,122 @@
+"""Test bodies for the warp-specialized kernel of ag_gemm. Every rank runs them; see test_ag_gemm_specialized.py."""
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import AgGemmConfig, Tiles
+from tdkernels.ops.dense.ag_gemm import launch, launch_specialized
+from tests.ops.dense import cases
+from tests.support.dense_oracle import Case
+from tests.support.ranks import device
+
+PLAIN = {"transport": "push", "tiles": Tiles(128, 256, 64, num_stages=4), "num_comm_sms": 6}
+CONFIG = {**PLAIN, "warp_specialize": True}
+
+
+@contextlib.contextmanager
+def specialized(expected=True):
+    """Count the launches of each kernel in a ``with`` block, and check that only the expected one was prepared."""
+    prepared = []
+    with pytest.MonkeyPatch.context() as patch:
+        def prepare(*args, original=launch_specialized.prepare):
+            prepared.append(True)
+            return original(*args)
+
+        def arguments(*args, original=launch._arguments):
+            prepared.append(False)
+            return original(*args)
+
+        patch.setattr(launch_specialized, "prepare", prepare)
+        patch.setattr(launch, "_arguments", arguments)
+        yield
+    assert set(prepared) == {expected}, prepared
+
+
+def computes(dtype, shapes, bias, transport):
+    """Check output and gradients."""
+    config = {**CONFIG, "transport": transport}
+    with specialized():
+        cases.computes("ag_gemm", dtype, shapes, bias=bias, **config)
+
+
+def computes_with_a_transposed_weight(dtype):
+    case = Case("ag_gemm", dtype, 130, 528, 200)
+    case.weight = cases.transposed(case.weight.detach(), torch.nan).requires_grad_()
+    with specialized():
+        case.check(case.run(config=AgGemmConfig(**CONFIG)))
+
+
+def _random(*shape):
+    return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
+
+
+def computes_several_weights(dim, return_gathered, transport):
+    """Check a list of weights, each with a bias, compared with the plain kernel."""
+    config, plain = ({**one, "transport": transport} for one in (CONFIG, PLAIN))
+    x = _random(3, 128, 200)
+    weights, biases = [_random(n, 200) for n in (272, 784, 16)], [_random(n) for n in (272, 784, 16)]
+    call = lambda config: tdkernels.ag_gemm(  # noqa: E731
+        x, weights, biases, dim=dim, return_gathered=return_gathered, config=AgGemmConfig(**config)
+    )
+    for _ in range(3):
+        x.normal_()
+        with specialized() if _ == 0 else contextlib.nullcontext():
+            found = call(config)
+        expected = call(plain)
+        if return_gathered:
+            found, expected = [*found[0], found[1]], [*expected[0], expected[1]]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
+    """Check many calls with random operands and poisoned memory.
+
+    ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized, also in later calls, which
+    reuse the launch.
+    """
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    # The last ones have whole tiles and halves: more tiles than programs.
+    shapes = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640), (1152, 4624, 136), (2048, 3088, 2120)]
+    delays = random.Random(me)
+    for number in range(repeats):
+        rows, n, k = shapes[number % len(shapes)]
+        x, weight = _random(rows, k), _random(n, k)
+        bias = _random(n) if number % 3 else None  # differs between ranks
+        poison = [torch.full((ranks * rows, n), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
+        del poison
+        config = {"num_comm_sms": [1, 6, 17][number // 6 % 3], "chunk_tiles": 1 + number // 6 % 2}
+        time.sleep(delays.uniform(0, 0.002))
+        with pytest.MonkeyPatch.context() as patch:
+            if by_turns and number % ranks == me:
+                patch.setattr(launch_specialized, "supports", lambda *_: False)
+            y = tdkernels.ag_gemm(x, weight, bias, config=AgGemmConfig(**{**CONFIG, **config}))
+        plain = tdkernels.ag_gemm(x, weight, bias, config=AgGemmConfig(**{**PLAIN, **config}))
+        assert torch.equal(y, plain), f"call {number}, rows={rows} n={n} k={k}"
+    tdkernels.synchronize()
+
+
+def replays_in_a_graph():
+    """Check replays of a CUDA graph of three calls with new operands."""
+    x, weight = _random(256, 448), _random(528, 448)
+    call = lambda config: tdkernels.ag_gemm(x, weight, config=AgGemmConfig(**config))  # noqa: E731
+    call(CONFIG)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = [call(CONFIG) for _ in range(3)]
+    for _ in range(4):
+        x.normal_()
+        graph.replay()
+        plain = call(PLAIN)
+        assert all(torch.equal(y, plain) for y in found)
+
+
+def falls_back(n, k, dtype):
+    """Check operands that the kernel does not support."""
+    with specialized(expected=False):
+        cases.computes("ag_gemm", dtype, [(37, n, k)], **CONFIG)

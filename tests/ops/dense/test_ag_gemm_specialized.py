@@ -1,0 +1,62 @@
+"""The warp-specialized kernel of ag_gemm, on Hopper; its config on other devices."""
+
+import pytest
+import torch
+
+from tests.ops.dense import ag_gemm_specialized_cases as cases
+from tests.support.ranks import DEVICE, on_ranks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+SHAPES = [(130, 272, 72), (256, 512, 1024), (1, 16, 8), (513, 784, 200), (140, 272, 2056)]
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size, dtype, bias, transport", [
+    (2, BF16, True, "push"), (2, FP16, False, "copy_engine"), (4, BF16, False, "push"), (3, FP16, True, "push"),
+])
+def test_values_and_gradients(world_size, dtype, bias, transport):
+    on_ranks(world_size, cases.computes, dtype, SHAPES, bias, transport)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_transposed_weight(dtype):
+    on_ranks(2, cases.computes_with_a_transposed_weight, dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("transport", ["push", "copy_engine"])
+@pytest.mark.parametrize("dim, return_gathered", [(0, False), (1, False), (0, True)])
+def test_several_weights(dim, return_gathered, transport):
+    on_ranks(2, cases.computes_several_weights, dim, return_gathered, transport)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bits_of_the_plain_kernel(world_size):
+    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 72)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_different_kernels(world_size):
+    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 36, by_turns=True)
+
+
+@on_hopper
+def test_graph():
+    on_ranks(2, cases.replays_in_a_graph)
+
+
+@on_hopper
+@pytest.mark.parametrize("n, k", [(264, 72), (272, 70)])
+def test_unsupported_operands(n, k):
+    on_ranks(2, cases.falls_back, n, k, BF16)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="for other devices")
+@pytest.mark.parametrize("world_size, k, dtype", [(2, 40, BF16), (3, 2100, FP32)], ids=str)
+def test_other_devices(world_size, k, dtype):
+    on_ranks(world_size, cases.falls_back, 48, k, dtype)
