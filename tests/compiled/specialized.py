@@ -1,25 +1,44 @@
-"""Launch of the warp-specialized kernel of gemm_rs."""
+"""Launches of the warp-specialized kernels."""
 
 import torch
 
-from tdkernels import Tiles
-from tdkernels.ops.dense.gemm_rs import launch_specialized
+from tdkernels import AgGemmConfig, Tiles
+from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
+from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
+from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
 from tests.support.aot import PLAN
 
 TILES = Tiles(128, 256, 64, num_stages=3)
+ROWS, N, K = 1024, 512, 448
 
 
-def specialized_launch(ranks, dtype, w_is_kn=False, bias=False):
+def _weight(dtype, w_is_kn):
+    weight = torch.empty(N, K, dtype=dtype)
+    return weight.t().contiguous().t() if w_is_kn else weight
+
+
+def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False):
     """Return (kernel, args, kwargs)."""
-    rows, n, k = 1024, 512, 448
-    weight = torch.empty(n, k, dtype=dtype)
-    x = torch.empty(ranks * rows, k, dtype=dtype)
+    x = torch.empty(ranks * ROWS, K, dtype=dtype)
     memory = x.new_empty(2 * TILES.block_m * TILES.block_n)
-    descs = [launch_specialized._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
-    args, constants = launch_specialized._arguments(
-        torch.empty(64, dtype=torch.int64), x, weight.t().contiguous().t() if w_is_kn else weight,
-        torch.empty(n, dtype=dtype) if bias else None, torch.empty(64, dtype=dtype), descs, rows, PLAN, TILES, rows,
+    descs = [launch_gemm_rs._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
+    args, constants = launch_gemm_rs._arguments(
+        torch.empty(64, dtype=torch.int64), x, _weight(dtype, w_is_kn),
+        torch.empty(N, dtype=dtype) if bias else None, torch.empty(64, dtype=dtype), descs, ROWS, PLAN, TILES, ROWS,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return gemm_rs_specialized_kernel, args, constants
+
+
+def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
+    """Return (kernel, args, kwargs) for a number of weights."""
+    x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=dtype)
+    gathered = x, 2, 2 * ROWS, 4 * x.numel()
+    args, constants = launch_ag_gemm._arguments(
+        torch.empty(64, dtype=torch.int64), x, gathered, [_weight(dtype, w_is_kn)] * weights,
+        [torch.empty(N, dtype=dtype) if bias else None] * weights, [y] * weights, ROWS, PLAN, 8, 132,
+        AgGemmConfig(tiles=TILES), ROWS, fixed_half,
+    )
+    assert constants["W_IS_KN"] == w_is_kn
+    return ag_gemm_specialized_kernel, args, constants

@@ -1,41 +1,64 @@
-"""Compile the warp-specialized kernel of gemm_rs for Hopper."""
+"""Compile the warp-specialized kernels for Hopper."""
 
 import re
 
 import pytest
 
-from tests.compiled.specialized import specialized_launch
+from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 
 
-def compiled_for(*which):
-    return compile_for(*specialized_launch(*which), "sm_90")
+def check(compiled, loops):
+    """Check the machine code of a kernel whose two partitions have a main loop for each number of columns."""
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    ptx = compiled.asm["ptx"]
+    report, code = assemble(ptx)
+    assert not unwritten(code)
+    machine_code = [instruction for _, instruction in code]
+    text = "\n".join(machine_code)
+    # Per step and partition: four products of 16 columns of K, and one wait, which leaves the last step in flight.
+    for width in loops:
+        assert text.count(f"HGMMA.64x{width}x16") == 8
+    assert text.count(WAIT) == 2 * len(loops) and text.count("HGMMA") == 8 * len(loops)
+    assert "ldmatrix" not in ptx and "mma.sync" not in ptx
+    return report, machine_code
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
     (8, BF16, False, False), (2, FP16, True, True), (4, BF16, False, True),
     pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
 ], ids=str)
-def test_kernel_on_hopper(ranks, dtype, w_is_kn, bias):
-    compiled = compiled_for(ranks, dtype, w_is_kn, bias)
-    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
-    ptx = compiled.asm["ptx"]
-    report, code = assemble(ptx)
+def test_gemm_rs(ranks, dtype, w_is_kn, bias):
+    report, _ = check(compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256])
     assert "stack size" not in report  # no registers are spilled
-    assert not unwritten(code)
-    machine_code = "\n".join(instruction for _, instruction in code)
-    # Per step and partition: four products of 16 columns of K, and one wait, which leaves the last step in flight.
-    assert machine_code.count("HGMMA.64x256x16") == 8 and machine_code.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 2
-    assert "ldmatrix" not in ptx and "mma.sync" not in ptx
+
+
+@pytest.mark.parametrize("weights, dtype, w_is_kn, bias, fixed_half", [
+    (1, BF16, False, False, False), (1, FP16, True, True, False), (3, BF16, False, True, False),
+    (1, BF16, True, False, True),
+    pytest.param(2, FP16, True, False, True, marks=thorough), pytest.param(3, BF16, True, True, True, marks=thorough),
+], ids=str)
+def test_ag_gemm(weights, dtype, w_is_kn, bias, fixed_half):
+    report, code = check(compile_for(*ag_gemm_launch(weights, dtype, w_is_kn, bias, fixed_half), "sm_90"), [256, 128])
+    # Values that are needed once per tile are spilled, but none of a main loop or of the loop that pushes.
+    assert max(map(int, re.findall(r"(\d+) bytes stack frame", report)), default=0) <= 128
+    products = [at for at, instruction in enumerate(code) if "HGMMA" in instruction]
+    pushes = [at for at, instruction in enumerate(code) if re.search(r"(LDG|STG)\.E\.128", instruction)]
+    assert len(pushes) == (32 if fixed_half else 16)  # 8 words of 16 bytes per thread, loaded and stored
+    for group in (products, pushes):
+        for first, last in zip(group, group[1:], strict=False):
+            between = code[first:last] if last - first < 100 else []
+            assert not re.search(r"\b(LDL|STL)", "\n".join(between))
 
 
 def test_signals_follow_their_tiles():
     """A signal is released after the wait for all TMA stores of the same warp, and a fence of the async proxy."""
-    ptx = compiled_for(2, BF16).asm["ptx"]
+    ptx = compile_for(*gemm_rs_launch(2, BF16), "sm_90").asm["ptx"]
     stores = re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", ptx)
     assert len(stores) == 2 * 8  # eighths of a tile, for each rank
     (wait,) = re.finditer(r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async\.global;", ptx)
@@ -43,9 +66,32 @@ def test_signals_follow_their_tiles():
     assert wait.end() < signal.start() and not re.search("bra|BB", ptx[wait.end() : signal.start()])
 
 
-def test_barriers_are_those_of_a_partition():
+def test_signals_follow_pushed_data():
+    """After a barrier of the partition, one thread acquires what the others have stored, and releases the signal."""
+    ptx = compile_for(*ag_gemm_launch(1, BF16), "sm_90").asm["ptx"]
+    (arrival,) = re.finditer(r"atom\.acq_rel\.gpu\.global\.add\.u64", ptx)
+    (signal,) = re.finditer(r"st\.release\.sys\.global\.b64 \[%\w+\], %\w+; mov", ptx)
+    barrier = ptx.rindex("bar.sync", 0, arrival.start())
+    assert arrival.start() < signal.start()
+    assert not re.search("bra|BB", ptx[barrier : signal.start()])
+
+
+def test_rows_are_acquired_before_they_are_loaded():
+    """The loads of a slice follow the acquire of its signal, and a fence of the async proxy."""
+    ptx = compile_for(*ag_gemm_launch(1, BF16), "sm_90").asm["ptx"]
+    loads = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx)]
+    waits = [found.start() for found in re.finditer("SPIN:", ptx)]
+    fences = [found.start() for found in re.finditer(r"fence\.proxy\.async\.global;", ptx)]
+    assert len(waits) == 2  # of all slices but the last one, and of the last one
+    for wait in waits:
+        load = min(at for at in loads if at > wait)
+        assert any(wait < fence < load for fence in fences)
+
+
+@pytest.mark.parametrize("launch", [lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16)])
+def test_barriers_are_those_of_a_partition(launch):
     """A barrier of all threads would wait for warps that never reach it."""
-    ptx = compiled_for(2, BF16).asm["ptx"]
+    ptx = compile_for(*launch(), "sm_90").asm["ptx"]
     first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
     barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
     assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)

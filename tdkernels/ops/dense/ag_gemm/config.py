@@ -110,12 +110,10 @@ def num_pushing(world_size: int) -> int:
     return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
 
 
-def specialized_config(
-    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
-) -> AgGemmConfig:
-    """Return the default config of the warp-specialized kernel for operands [rows, k] and [n, k] of a rank."""
-    share = launch_specialized.link_share(rows, n, k, dtype, device, world_size)
-    num_comm = min(_NUM_COMM_BOUND_BY_LINK if share > 1 else _NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
+def specialized_config(n: int, device: "torch.device", world_size: int) -> AgGemmConfig:
+    """Return the default config of the warp-specialized kernel for a weight [n, K] of a rank."""
+    bound_by_link = launch_specialized.is_bound_by_link(n, world_size)
+    num_comm = min(_NUM_COMM_BOUND_BY_LINK if bound_by_link else _NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
     return AgGemmConfig(tiles=LARGE, num_comm_sms=num_comm, chunk_tiles=_CHUNK_SPECIALIZED, warp_specialize=True)
 
 
@@ -131,7 +129,7 @@ def default_config(
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device):
-        return specialized_config(rows, n, k, dtype, device, world_size)
+        return specialized_config(n, device, world_size)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))

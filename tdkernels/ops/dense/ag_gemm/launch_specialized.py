@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
 _SLICE_K = 1024  # columns of a shard that are announced with one signal
-_LATE = 0.5  # link_share from which on SMs wait for rows
 _MAX_WEIGHTS = 3  # of one call: each is a separate argument
 
 
@@ -56,28 +55,23 @@ def num_flags(rows: int, k: int, world_size: int, config: Any, fixed_half: bool)
     return chunks * num_slices(k, config, fixed_half) * (world_size - 1)
 
 
-def whole_tiles(tiles: int, programs: int, arrives_late: bool) -> int:
+def whole_tiles(tiles: int, programs: int, waits_for_link: bool) -> int:
     """Return how many of ``tiles`` tiles are not divided into halves.
 
-    Less than half a wave of tiles takes half of the time as halves, since these occupy more SMs. If the last rows
-    arrive late, their tiles do not fill a wave either.
+    If the last wave has less than half of the tiles that fit, it takes half of the time with halves, since these occupy
+    more SMs. If the link is the bottleneck, few tiles are left when the last rows arrive.
     """
     left = tiles % programs
-    if arrives_late:
-        left = programs // 2
-    elif 2 * left > programs:
-        left = 0
-    return max(tiles - left, 0)
+    return tiles - left if waits_for_link or 2 * left <= programs else tiles
 
 
 def _grid(x, weights, world_size, num_comm):
     """Return (number of programs, number of whole tiles)."""
-    rows, k = x.shape
-    tiles = world_size * cdiv(rows, _BLOCK_M) * sum(cdiv(weight.shape[0], _BLOCK_N) for weight in weights)
+    tiles = world_size * cdiv(x.shape[0], _BLOCK_M) * sum(cdiv(weight.shape[0], _BLOCK_N) for weight in weights)
     n = sum(weight.shape[0] for weight in weights)
-    arrives_late = specialized.link_share(rows, n, k, x.dtype, x.device, world_size) > _LATE
+    waits_for_link = specialized.is_bound_by_link(n, world_size)
     available = gpu.num_sms(x.device) - gpu.spare_sms
-    whole = whole_tiles(tiles, available, arrives_late)
+    whole = whole_tiles(tiles, available, waits_for_link)
     return max(min(2 * tiles - whole, available), num_comm), whole
 
 
