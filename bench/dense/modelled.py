@@ -1,9 +1,12 @@
 """Shipped table entries from the rows of solo mode with a modelled link: `python -m bench.dense.modelled`.
 
-Only kernels that one launch starts are considered: rows are of calls in CUDA graphs, and the copy engine costs an eager
-call host time that they do not show.
+Only kernels that one launch starts are shipped: rows are of calls in CUDA graphs, and the copy engine costs an eager
+call host time that they do not show. Of ``ag_gemm`` only the warp-specialized kernel is shipped: the model does not
+know how many programs that push are too many for a link, and only the default number of that kernel was compared on a
+real one. A problem with an entry that was measured on all ranks keeps it if that one is faster.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -14,21 +17,29 @@ from tdkernels.autotune.problem import Problem, slug
 from tdkernels.autotune.tunable import tunable, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPERATORS = ("gemm_rs",)  # the model does not know how many programs that push are too many for a link
-_TRANSPORTS = "forward", "direct"
+OPERATORS = ("ag_gemm", "gemm_rs")
+_TRANSPORTS = "push", "forward", "direct"
 
 
 def best_rows(folder=RESULTS):
-    """Return {problem: its row with the fastest config} for the newest run of each problem with a modelled link."""
-    rows = filter(_can_ship, read_solo(folder))
+    """Return {problem: its row with the fastest config} for the newest run of each problem with a modelled link.
+
+    A problem is left out if a kernel that is not shipped was faster.
+    """
+    rows = filter(_can_compete, read_solo(folder))
     runs = newest(rows, lambda row: None, _problem, with_overrides=True).get(None, {})
-    return {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in runs.items()}
+    best = {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in runs.items()}
+    return {problem: row for problem, row in best.items() if _can_ship(row)}
 
 
-def _can_ship(row):
+def _can_compete(row):
     config = row["config"]
     timed = row["op"] in OPERATORS and row["link_gbps"] is not None and config is not None and row["ms"] is not None
     return timed and config["method"] == "fused" and config["transport"] in _TRANSPORTS
+
+
+def _can_ship(row):
+    return row["op"] != "ag_gemm" or row["config"].get("warp_specialize", False)
 
 
 def _problem(row):
@@ -47,6 +58,12 @@ def entry_of(problem, row):
     )
 
 
+def faster_than(measured, modelled):
+    """Return the modelled entries of problems without a measured entry that is at least as fast."""
+    known = {entry.problem: entry.ms for entry in measured}
+    return [entry for entry in modelled if entry.ms < known.get(entry.problem, math.inf)]
+
+
 def main():
     """Replace the modelled entries of the shipped tables."""
     by_table = {}
@@ -55,6 +72,7 @@ def main():
     for (operator, gpu), entries in by_table.items():
         file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
         measured = [entry for entry in disk_cache.shipped_entries(operator, gpu) if not entry.modelled]
+        entries = faster_than(measured, entries)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(table.to_json([*measured, *entries]), encoding="utf-8")
         print(re.sub(r"^.*/tdkernels/", "tdkernels/", str(file)), f"{len(entries)} modelled entries")

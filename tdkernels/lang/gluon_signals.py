@@ -60,7 +60,7 @@ def wait_for_ranks(ctx, first_ptr, stride, expected):
 
 
 @gluon.jit
-def notify_by_last(ctx, flag_ptr, count, signal_ptr, peer, value):
+def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
     """``notify`` a peer after the stores of ``count`` partitions of two warps, in programs of this rank.
 
     Each of them calls this after its stores, and the last one sets the signal. ``flag_ptr`` is a private word that they

@@ -64,8 +64,8 @@ _PUT_SCALES = (
     "            _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)\n"
 )
 _NOTIFY = (
-    "        # waiter: the peer's tiles of this chunk\n"
-    "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
+    "        word = td.signal_at(ctx, half, (me * num_chunks + chunk) * SLICES)\n"
+    "        td.notify(ctx, word, peer, signal)  # waiter: the peer's tiles of this chunk\n"
 )
 
 # The steps of all_reduce_rms_norm for a piece of a row.

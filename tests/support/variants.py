@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import tdkernels
+from tdkernels.ops.common.tile_config import LARGE
 from tests.ops.attention.ag_attention import cases as attention
 from tests.ops.attention.ag_attention.oracle import enlarge as of_shards
 from tests.ops.attention.flash_decode import cases as decoding
@@ -47,6 +48,8 @@ _DECODE = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6, tokens=2, dtype=FP3
 _ATTENTION = dict(rows=21, heads=2, kv_heads=1, d=16, dv=24, dtype=FP32, sharding="zigzag", seed=2)
 _ULYSSES = dict(dtype=FP32, positions=11, k=9, n=7, exact=True)
 _ROWS = [(FP32, 7)]
+# The signals of the warp-specialized kernel, which the CPU does not run.
+IN_SLICES = {"transport": "push", "warp_specialize": True, "tiles": LARGE}
 
 
 def _exact(operator, shape, changes):
@@ -99,6 +102,7 @@ class Variant:
 ONE_NODE = {
     **{_name(op, changes): Variant(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
     **{f"{op} tree": Variant(op, 2, _by_tree, (op,)) for op in ("gemm_rs", "gemm_ar")},
+    "ag_gemm push in slices": Variant("ag_gemm", 3, _exact, ("ag_gemm", (20, 9, 1030), IN_SLICES)),
     "ag_gemm of two weights": Variant(
         "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
     ),

@@ -1,7 +1,7 @@
 """Kernels of ``async_all_gather``: begin a gather, push this rank's shard to all peers, and wait for shards.
 
 Rank ``source`` sets signal number ``source * num_chunks + chunk`` of a half when it has stored that chunk of its shard
-in this rank's memory.
+in this rank's memory. In ``ag_gemm`` a chunk can have several consecutive signals (SLICES).
 """
 
 import triton.language as tl
@@ -40,8 +40,8 @@ def push_shard(
         word = td.signal_at(ctx, half, (me * num_chunks + chunk) * SLICES)
         td.notify(ctx, word, peer, signal)  # waiter: the peer's tiles of this chunk
         if SLICES > 1:
-            for cut in range(1, SLICES):
-                td.notify(ctx, word + cut, peer, signal)
+            for slice_id in range(1, SLICES):
+                td.notify(ctx, word + slice_id, peer, signal)
     if COPY_OWN:
         for chunk in range(worker, num_chunks, num_workers):
             start = chunk * chunk_bytes

@@ -17,7 +17,8 @@ _COLUMNS_OF_LINK = 1900
 
 def suits(tiles: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a warp-specialized kernel can be the default for a GEMM whose default tile is ``tiles``."""
-    return gpu.capability(device) == (9, 0) and dtype.itemsize == 2 and n % 16 == 0 and k % 8 == 0 and tiles == LARGE
+    fits = dtype.itemsize == 2 and n % 16 == 0 and k % 8 == 0 and tiles == LARGE
+    return fits and gpu.capability(device) == (9, 0) and triton_is_tested()
 
 
 def is_bound_by_link(n: int, world_size: int) -> bool:
@@ -28,11 +29,15 @@ def is_bound_by_link(n: int, world_size: int) -> bool:
     return n * world_size < _COLUMNS_OF_LINK * (world_size - 1)
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor, tiles: Any) -> bool:
-    """Return whether the warp-specialized kernels can multiply these operands with a tile on this device."""
-    if (tiles.block_m, tiles.block_n, tiles.block_k) != SPECIALIZED_TILE or recorder.active is not None:
-        return False
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or weight.shape[0] % 16:
+def is_enabled(config: Any) -> bool:
+    """Return whether a config allows a warp-specialized kernel, and has its tile."""
+    tiles = config.tiles
+    return config.warp_specialize and (tiles.block_m, tiles.block_n, tiles.block_k) == SPECIALIZED_TILE
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the warp-specialized kernels can multiply these operands on this device."""
+    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or weight.shape[0] % 16 or recorder.active is not None:
         return False
     return tma_fits(x, weight) and triton_is_tested()
 

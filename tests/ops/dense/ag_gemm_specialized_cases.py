@@ -52,15 +52,22 @@ def computes_with_a_transposed_weight(dtype):
         case.check(case.run(config=AgGemmConfig(**CONFIG)))
 
 
+def computes_the_backward_of_gemm_rs(dtype):
+    """Check a backward that keeps the gathered rows, with the layout [K, N] of the weight."""
+    case = Case("gemm_rs", dtype, 1024, 528, 1280)
+    with specialized():
+        case.check(case.run())
+
+
 def _random(*shape):
     return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
 
 
-def computes_several_weights(dim, return_gathered, transport):
+def computes_several_weights(dim, return_gathered, transport, k=200):
     """Check a list of weights, each with a bias, compared with the plain kernel."""
     config, plain = ({**one, "transport": transport} for one in (CONFIG, PLAIN))
-    x = _random(3, 128, 200)
-    weights, biases = [_random(n, 200) for n in (272, 784, 16)], [_random(n) for n in (272, 784, 16)]
+    x = _random(3, 128, k)
+    weights, biases = [_random(n, k) for n in (272, 784, 16)], [_random(n) for n in (272, 784, 16)]
     call = lambda config: tdkernels.ag_gemm(  # noqa: E731
         x, weights, biases, dim=dim, return_gathered=return_gathered, config=AgGemmConfig(**config)
     )
@@ -95,7 +102,9 @@ def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
         with pytest.MonkeyPatch.context() as patch:
             if by_turns and number % ranks == me:
                 patch.setattr(launch_specialized, "supports", lambda *_: False)
-            y = tdkernels.ag_gemm(x, weight, bias, config=AgGemmConfig(**{**CONFIG, **config}))
+            first = number < len(shapes) and not by_turns
+            with specialized() if first else contextlib.nullcontext():
+                y = tdkernels.ag_gemm(x, weight, bias, config=AgGemmConfig(**{**CONFIG, **config}))
         plain = tdkernels.ag_gemm(x, weight, bias, config=AgGemmConfig(**{**PLAIN, **config}))
         assert torch.equal(y, plain), f"call {number}, rows={rows} n={n} k={k}"
     tdkernels.synchronize()
@@ -105,7 +114,8 @@ def replays_in_a_graph():
     """Check replays of a CUDA graph of three calls with new operands."""
     x, weight = _random(256, 448), _random(528, 448)
     call = lambda config: tdkernels.ag_gemm(x, weight, config=AgGemmConfig(**config))  # noqa: E731
-    call(CONFIG)
+    with specialized():
+        call(CONFIG)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = [call(CONFIG) for _ in range(3)]
@@ -120,3 +130,21 @@ def falls_back(n, k, dtype):
     """Check operands that the kernel does not support."""
     with specialized(expected=False):
         cases.computes("ag_gemm", dtype, [(37, n, k)], **CONFIG)
+
+
+def computes_with_an_unaligned_weight_on_a_rank():
+    """Check ranks of which one cannot run the kernel, because TMA cannot load its weight."""
+    case = Case("ag_gemm", torch.bfloat16, 140, 272, 2056)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last:
+        case.weight = cases.misaligned(case.weight.detach(), torch.nan).requires_grad_()
+    for _ in range(3):
+        with specialized(not is_last) if _ == 0 else contextlib.nullcontext():
+            case.check(case.run(config=AgGemmConfig(**CONFIG)))
+
+
+def falls_back_for_short_segments():
+    """Check dim=1 with segments that end within a tile."""
+    x, weight = _random(2, 200, 2056), _random(272, 2056)
+    calls = [tdkernels.ag_gemm(x, weight, dim=1, config=AgGemmConfig(**config)) for config in (CONFIG, PLAIN)]
+    assert torch.equal(*calls)

@@ -27,10 +27,20 @@ def test_transposed_weight(dtype):
 
 
 @on_hopper
+def test_backward_of_gemm_rs():
+    on_ranks(2, cases.computes_the_backward_of_gemm_rs, BF16)
+
+
+@on_hopper
 @pytest.mark.parametrize("transport", ["push", "copy_engine"])
 @pytest.mark.parametrize("dim, return_gathered", [(0, False), (1, False), (0, True)])
 def test_several_weights(dim, return_gathered, transport):
     on_ranks(2, cases.computes_several_weights, dim, return_gathered, transport)
+
+
+@on_hopper
+def test_several_weights_in_slices():
+    on_ranks(3, cases.computes_several_weights, 1, False, "push", 2056)
 
 
 @on_hopper
@@ -54,6 +64,16 @@ def test_graph():
 @pytest.mark.parametrize("n, k", [(264, 72), (272, 70)])
 def test_unsupported_operands(n, k):
     on_ranks(2, cases.falls_back, n, k, BF16)
+
+
+@on_hopper
+def test_one_rank_falls_back():
+    on_ranks(2, cases.computes_with_an_unaligned_weight_on_a_rank)
+
+
+@on_hopper
+def test_short_segments():
+    on_ranks(2, cases.falls_back_for_short_segments)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tdkernels
-from tdkernels.ops.dense.ag_gemm import launch, multi
-from tdkernels.ops.dense.ag_gemm.config import default_config_for
+from tdkernels.ops.dense.ag_gemm import multi
+from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, default_config_for
 from tdkernels.ops.dense.gemm_rs.config import default_config_for as gemm_rs_default
 from tests.support.ranks import device, on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus
@@ -152,7 +152,7 @@ def partial_gradients():
 def selects_the_method_that_keeps_x():
     """Large problems run "parts". Small ones run the kernel, if one launch serves all weights."""
     x, group = torch.zeros(2048, 64, device=device()), dist.group.WORLD
-    for count, least_s, method in ((2, 0.0, "parts"), (2, 1.0, "fused"), (launch.MAX_WEIGHTS + 1, 1.0, "parts")):
+    for count, least_s, method in ((2, 0.0, "parts"), (2, 1.0, "fused"), (MAX_WEIGHTS + 1, 1.0, "parts")):
         weights = [torch.zeros(64, 64, device=device())] * count
         with mock.patch.object(multi, "_PARTS_LEAST_S", least_s):
             config = multi._resolved("", x, weights, [None] * count, True, group, dict)

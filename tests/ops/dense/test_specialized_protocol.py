@@ -42,7 +42,7 @@ OF_GEMM_RS = {"a signal does not wait for its tile": ("        await_tma_stores(
 OF_AG_GEMM = {
     "a half of a tile counts as two": ("range(2 - code % 2)", "range(2)"),
     "rows are read before they arrive": ("    if is_own == 0:\n", "    if False:\n"),
-    "a slice has the signal of the one before": ("first_ptr + cut,", "first_ptr + max(cut - 1, 0),"),
+    "a slice has the signal of the one before": ("first_ptr + slice_id,", "first_ptr + max(slice_id - 1, 0),"),
     "a half of a tile loads all of the weight": ("stage, 1, is_whole, W_IS_KN", "stage, 1, True, W_IS_KN"),
 }
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 _LARGE_SHARD_BYTES = 64 << 20
 # For two ranks. On 2 H100, five shapes: 8 % faster than 24 on average in CUDA graphs, and as fast in eager mode.
 _NUM_COMM_SMS_OF_TWO = 8
-# For the warp-specialized kernel, whose programs push about 10 GB/s each. On 2 H200 with a real link, the first number
-# was 1 to 6 % faster in five shapes, and the second one 4 % faster in the one that was bound by the link.
+# For the warp-specialized kernel, whose programs push about 10 GB/s each. On 2 H200 with a real link, 64 were up to 6 %
+# faster than 131 in five shapes, and 131 were 4 % faster in the one that was bound by the link.
 _NUM_COMM_SPECIALIZED, _NUM_COMM_BOUND_BY_LINK = 64, 128
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
+MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
 BARRIER_BYTES = 256  # of the pipeline, in shared memory
 # Up to this many rows of all ranks, reading the weight takes most of the time. "one_shot" reads it only once.
@@ -103,6 +104,11 @@ class AgGemmConfig:
             return 0
         block = self.tiles.block_m * min(self.tiles.block_n, LEAST_STORE) * dtype.itemsize
         return blocks_in_memory(device) * block + BARRIER_BYTES
+
+
+def num_chunks(rows: int, config: AgGemmConfig) -> int:
+    """Return the number of chunks of a shard with ``rows`` rows; the config has a tile."""
+    return cdiv(rows, config.chunk_tiles * config.tiles.block_m)  # type: ignore[union-attr]
 
 
 def num_pushing(world_size: int) -> int:

@@ -1,7 +1,8 @@
 """Kernel of ag_gemm: some programs push this rank's shard to all peers, the others multiply the chunks that arrive.
 
 Rank ``source`` sets signal number ``source * num_chunks + chunk`` of a half when it has stored that chunk of its shard
-in this rank's memory. The waiters are the tiles with rows of the chunk.
+in this rank's memory. The waiters are the tiles with rows of the chunk. If ranks may run the warp-specialized kernel
+(``specialized``), a chunk has SLICES consecutive signals, one for each slice of its columns.
 
 The programs that multiply have a fixed share of the tiles, and one flattened loop over all of them: while a program
 stores a tile, the loads of its next tile are in flight. A wait is part of this loop. So the loop has a single main loop
@@ -97,7 +98,7 @@ def _scale_of_tile(
         return scale_of_row(td.pointer_to(base, tl.float32), row, K, PRODUCT)
 
 
-# Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
+# Compiled once per tile and SLICES, for all shapes, plans and transports. This makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m", "num_late",
     "first_late", "segment_rows", "N_2", "stride_w_2", "N_3", "stride_w_3",
@@ -108,8 +109,8 @@ def ag_gemm_kernel(
     x_scale_ptr, w_scale_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m, num_late, first_late, segment_rows,
     N_2, stride_w_2, N_3, stride_w_3,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, SLICES: tl.constexpr,
-    PRODUCT: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, STORES: tl.constexpr, PRODUCT: tl.constexpr,
+    SLICES: tl.constexpr = 1, trace_ptr=None,
 ):
     """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [M_shard / segment_rows, ranks, segment_rows, N].
 
@@ -207,9 +208,8 @@ def ag_gemm_kernel(
         signal_ptr = td.signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * SLICES)
         expected = tl.where(is_own, NEVER, signal)
         seen = td.wait_plan(ctx, signal_ptr, expected, source, FOR_TMA=PRODUCT.use_tma)
-        if SLICES > 1:
-            for cut in range(1, SLICES):
-                seen = td.wait_plan(ctx, signal_ptr + cut, expected, source, FOR_TMA=PRODUCT.use_tma)
+        for slice_id in tl.static_range(1, SLICES):  # a loop at run time would prevent flattening
+            seen = td.wait_plan(ctx, signal_ptr + slice_id, expected, source, FOR_TMA=PRODUCT.use_tma)
         td.mark(trace, "multiplies", source)
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         x_scale = None

@@ -23,7 +23,14 @@ from tdkernels.ops.dense.ag_gemm import (
     launch_specialized,
     pipelined,
 )
-from tdkernels.ops.dense.ag_gemm.config import BARRIER_BYTES, LEAST_STORE, blocks_in_memory
+from tdkernels.ops.dense.ag_gemm.config import (
+    BARRIER_BYTES,
+    LEAST_STORE,
+    MAX_WEIGHTS,
+    blocks_in_memory,
+    num_chunks,
+    num_pushing,
+)
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.rounding import cdiv
@@ -40,7 +47,6 @@ if TYPE_CHECKING:
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_WORDS = 4096
-MAX_WEIGHTS = 3  # of one call of the kernel: each is a separate argument
 
 
 def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None) -> dict[str, Any]:
@@ -274,13 +280,13 @@ def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     fields = with_config(_fields(x, weights, segment_rows, scales), config)
     rows, k = x.shape
     ranks = workspace.world_size
-    num_chunks = _num_chunks(rows, config)
+    chunks = num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
     # The last rows of a slot hold the scales.
     slot_rows += slot_rows_of(cdiv(slot_rows * row_bytes(scales), k * x.element_size()))
     plan = workspace.prepare(
         "ag_gemm", fields, ranks * slot_rows * k * x.element_size(),
-        ranks * num_chunks * launch_specialized.num_slices(k, config, fixed_half=False),
+        ranks * chunks * launch_specialized.num_slices(k, config, fixed_half=False),
         launch_specialized.num_flags(rows, k, ranks, config, fixed_half=False),
     )
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
@@ -302,6 +308,8 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
         return launch_specialized.prepare(
             order, workspace, memory, num_comm, x, weights, biases, config, segment_rows
         )
+    if config.warp_specialize:  # here programs that push do not multiply; other ranks may have another number
+        num_comm = min(num_comm, num_pushing(topology.world_size))
     rows, dtype = topology.world_size * x.shape[0], out_dtype_of(x, scales)
     ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
     pieces, turns = _count(x, weights, num_comm, topology, config)
@@ -368,18 +376,14 @@ def _prepare_tiles(gather, x, weights, biases, config, segment_rows, scales):
     return _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, segment_rows, scales)
 
 
-def _num_chunks(rows, config):
-    return cdiv(rows, config.chunk_tiles * config.tiles.block_m)
-
-
 def _count(x, weights, num_comm, topology, config):
     """Return (number of work items, maximum number of trace events of an item that sends)."""
     tiles = config.tiles
-    comm, turns = _comm_pieces(num_comm, _num_chunks(x.shape[0], config), topology)
+    comm, turns = _comm_pieces(num_comm, num_chunks(x.shape[0], config), topology)
     if topology.num_nodes == 1:
         return comm + topology.world_size * sum(tiles.count(x.shape[0], weight.shape[0]) for weight in weights), turns
     tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weights[0].shape[0], tiles.block_n)
-    remote = (topology.world_size - 1) * _num_chunks(x.shape[0], config) * config.chunk_tiles * tiles_n
+    remote = (topology.world_size - 1) * num_chunks(x.shape[0], config) * config.chunk_tiles * tiles_n
     return comm + tiles_m * tiles_n + remote, turns
 
 

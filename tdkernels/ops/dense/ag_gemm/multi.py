@@ -33,7 +33,7 @@ from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
-from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, AgGemmConfig
 from tdkernels.ops.dense.layout import by_segment
 from tdkernels.ops.dense.local import linear, linear_of_call
 from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
@@ -88,7 +88,7 @@ def _is_one_launch(weights, biases, group, config):
         return False
     same_layout = len({lies_as_kn(weight) for weight in weights}) == 1
     same_biases = len({bias is None for bias in biases}) == 1
-    return len(weights) <= launch.MAX_WEIGHTS and same_layout and same_biases and not spans_nodes(group)
+    return len(weights) <= MAX_WEIGHTS and same_layout and same_biases and not spans_nodes(group)
 
 
 @whole_call

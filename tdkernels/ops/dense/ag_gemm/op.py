@@ -9,6 +9,9 @@ them waits for the signal of its chunk. There is no barrier: call t uses half t 
 workspace, and no rank can finish call t + 1 before all ranks have begun it. So when a peer pushes data of call t + 2,
 no rank still reads data of call t.
 
+On Hopper different warps of each program load, multiply, store and push (``warp_specialize``, ``specialized``). Then
+all programs compute tiles from the start, and a chunk has a signal for each slice of its columns.
+
     transport        how a shard is sent
     "push"           by programs, as above
     "copy_engine"    by one copy per chunk on a side stream, so that all SMs compute. The call begins with a barrier.

@@ -67,6 +67,11 @@ class AgGemmTunable(dense.DenseTunable):
             return AgGemmConfig(num_comm_sms=2)
         return AgGemmConfig(num_comm_sms=ag_gemm_config.num_pushing(problem.world_size))
 
+    def as_recorded(self, config: AgGemmConfig) -> AgGemmConfig:
+        if not config.warp_specialize:
+            return config
+        return replace(config, warp_specialize=False, num_comm_sms=min(config.num_comm_sms, AgGemmConfig.num_comm_sms))
+
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []

@@ -30,10 +30,10 @@ def _kernel():
 def supports(
     x: torch.Tensor, weight: torch.Tensor, config: Any, world_size: int, scales: Scales | None = None
 ) -> bool:
-    """Return whether the kernel runs a config with transport "direct". Ranks may disagree: see the kernel."""
-    if not config.warp_specialize or scales is not None or leaves_of_rank(world_size):
+    """Return whether the kernel runs a config with transport "direct". Ranks may run different kernels."""
+    if not specialized.is_enabled(config) or scales is not None or leaves_of_rank(world_size):
         return False
-    return specialized.supports(x, weight, config.tiles) and _kernel() is not None
+    return specialized.supports(x, weight) and _kernel() is not None
 
 
 def _slots_descriptor(memory, half_bytes, tiles, slots):

@@ -13,7 +13,8 @@ So every SM multiplies from the start, and storing a tile overlaps with the main
 can be divided into halves, so that they occupy more SMs.
 
 Progress (invariant 1): only the warps that load wait for other programs, and only for warps that push, on any rank.
-These wait for nothing, and each has a fixed share of the work, in the programs with the smallest ids.
+These wait for nothing and are in the programs with the smallest ids. Both kinds of work items come from queues, so that
+programs that have started push all rows.
 """
 
 from triton.experimental.gluon import language as gl

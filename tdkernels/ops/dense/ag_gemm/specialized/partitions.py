@@ -59,23 +59,23 @@ def _of_weight(which, choices):
 
 
 @gluon.jit
-def _await_slice(ctx, first_ptr, cut, signal, source, is_own):
-    """Wait until slice ``cut`` of K of the rows of a tile has arrived. This rank's own rows are there."""
+def _await_slice(ctx, first_ptr, slice_id, signal, source, is_own):
+    """Wait until a slice of K of the rows of a tile has arrived. This rank's own rows are there."""
     if is_own == 0:
-        wait_plan(ctx, first_ptr + cut, signal, source, FOR_TMA=True)  # producer: push_partition of the source
+        wait_plan(ctx, first_ptr + slice_id, signal, source, FOR_TMA=True)  # producer: push_partition of the source
 
 
 @gluon.jit
 def _next_item(ctx, answer, num_items, order, weights):
     """Return the work item that was requested, or the next one if it has no columns of the output."""
     item = item_of_warp(answer)
-    searches = item < num_items
-    while searches:
+    is_empty = item < num_items
+    while is_empty:
         place = _place_of(item, order, weights)
-        searches = place[4] >= place[3]  # the column, and the columns of the output
-        if searches:
+        is_empty = place[4] >= place[3]  # the column, and the columns of the output
+        if is_empty:
             item = item_of_warp(request_by_warp(ctx, 0))
-            searches = item < num_items
+            is_empty = item < num_items
     return item
 
 
@@ -101,19 +101,19 @@ def load_partition(
         is_own = source == me
         row = pid_m * BLOCK_M
         first_ptr = signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * (last + 1))
-        pair = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
+        descs = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
         code = 2 * item + gl.where(is_whole, 0, 1)
-        for cut in range(last):
-            _await_slice(ctx, first_ptr, cut, signal, source, is_own)
-            first = cut * slice_steps
+        for slice_id in range(last):
+            _await_slice(ctx, first_ptr, slice_id, signal, source, is_own)
+            first = slice_id * slice_steps
             turn = load_steps(
-                pair, memory, bars, code, plane, row, col, is_whole, turn, first, first + slice_steps, W_IS_KN
+                descs, memory, bars, code, plane, row, col, is_whole, turn, first, first + slice_steps, W_IS_KN
             )
         answer = request_by_warp(ctx, 0)
         _await_slice(ctx, first_ptr, last, signal, source, is_own)
         first = last * slice_steps
-        turn = load_steps(pair, memory, bars, code, plane, row, col, is_whole, turn, first, steps, W_IS_KN)
+        turn = load_steps(descs, memory, bars, code, plane, row, col, is_whole, turn, first, steps, W_IS_KN)
         item = _next_item(ctx, answer, num_items, order, weights)
     end_items(memory, bars, turn)
 

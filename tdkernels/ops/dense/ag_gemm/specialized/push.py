@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import data_at, flag_at, num_ranks, rank, signal_at
-from tdkernels.lang.gluon_signals import notify_by_last
+from tdkernels.lang.gluon_signals import item_of_warps, notify_if_last_arriver, request_by_warps
 from tdkernels.lang.memory import pointer_to
 
 _ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
@@ -28,8 +28,8 @@ def _copy(dst, src, row_bytes, rows, num_bytes):
 
 
 @gluon.jit
-def _push_part(ctx, x, half, signal, shard, chunk, cut, part, parts, step, HAS_SIGNAL: gl.constexpr):
-    """Push one of ``parts`` parts of slice ``cut`` of a chunk to rank + ``step``.
+def _push_part(ctx, x, half, signal, shard, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr):
+    """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
 
     The program that pushes the last part sets the signal.
     """
@@ -39,20 +39,21 @@ def _push_part(ctx, x, half, signal, shard, chunk, cut, part, parts, step, HAS_S
     part_rows = (chunk_rows + parts - 1) // parts
     row = chunk * chunk_rows + part * part_rows
     end = gl.minimum(gl.minimum(row + part_rows, (chunk + 1) * chunk_rows), rows)
-    begin = row.to(tl.int64) * row_bytes + cut * slice_bytes
+    begin = row.to(tl.int64) * row_bytes + slice_id * slice_bytes
     dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
-    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - cut * slice_bytes))
+    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes))
     if HAS_SIGNAL:
-        flag = flag_at(ctx, (chunk * slices + cut) * (ranks - 1) + step - 1)
-        word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + cut)
-        notify_by_last(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
+        flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
+        word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
+        notify_if_last_arriver(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
 
 
 @gluon.jit
-def push_partition(ctx, x, half, signal, shard, worker, num_workers, COPY_OWN: gl.constexpr):
-    """Push this rank's share of the shard; this is program ``worker``.
+def push_partition(ctx, x, half, signal, shard, program, num_workers, COPY_OWN: gl.constexpr):
+    """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
-    A slice of a chunk is pushed to all peers before the next one, so that all peers can multiply it.
+    A slice of a chunk is pushed to all peers before the next one, so that all peers can multiply it. The parts come
+    from queue 1, so that those of these programs that have started push all of them.
 
     x: address of the shard
     shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
@@ -63,19 +64,21 @@ def push_partition(ctx, x, half, signal, shard, worker, num_workers, COPY_OWN: g
     others = num_ranks(ctx) - 1
     parts = (chunk_rows * slice_bytes.to(tl.int64) + _PART_BYTES - 1) // _PART_BYTES
     parts = gl.minimum(parts, chunk_rows).to(tl.int32)
-    # In a void launch, a peer may still read the data of an earlier launch.
-    pushes = (worker < num_workers) & (signal != 0)
-    item = worker
-    end = gl.where(pushes, num_chunks * slices * others * parts, 0)
-    while item < end:
-        rest, part = item // parts, item % parts
-        step, rest = 1 + rest % others, rest // others
-        _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, step, True)
-        item += num_workers
+    num_pushes = num_chunks * slices * others * parts
+    num_items = num_pushes
     if COPY_OWN:
-        item = worker
-        end = gl.where(pushes, num_chunks * slices * parts, 0)
-        while item < end:
+        num_items += num_chunks * slices * parts
+    # In a void launch, a peer may still read the data of an earlier launch.
+    pushes = (program < num_workers) & (signal != 0)
+    if pushes:
+        item = item_of_warps(request_by_warps(ctx, 1))
+        while item < num_items:
+            answer = request_by_warps(ctx, 1)
             rest, part = item // parts, item % parts
-            _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, 0, False)
-            item += num_workers
+            if item < num_pushes:
+                step, rest = 1 + rest % others, rest // others
+                _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, step, True)
+            elif COPY_OWN:
+                rest -= num_chunks * slices * others
+                _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, 0, False)
+            item = item_of_warps(answer)

@@ -1,0 +1,141 @@
+"""The partition of the warp-specialized ag_gemm that pushes: on the CPU, with stand-ins for Gluon, in random order."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tdkernels import AgGemmConfig, Tiles
+from tdkernels.ops.dense.ag_gemm import launch_specialized
+from tdkernels.ops.dense.ag_gemm.specialized import push
+from tdkernels.rounding import cdiv
+from tests.ops.dense.specialized_protocol import Schedule
+
+SIGNAL, HALF, STRIDE = 7, 1, 1 << 40  # STRIDE: distance between the addresses of two ranks
+TILES = Tiles(128, 256, 64)
+
+
+class Push:
+    """The partitions of all programs of rank 1 that push a shard [rows, k] to the other ranks."""
+
+    def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, fixed_half, source=None):
+        self.schedule = Schedule(seed)
+        self.rows, self.ranks, self.num_workers, self.fixed_half = rows, ranks, num_workers, fixed_half
+        self.row_bytes = 2 * k
+        config = AgGemmConfig(tiles=TILES, chunk_tiles=chunk_tiles, warp_specialize=True)
+        self.slices = launch_specialized.num_slices(k, config, fixed_half)
+        self.num_flags = launch_specialized.num_flags(rows, k, ranks, config, fixed_half)
+        self.chunk_rows = 128 * chunk_tiles
+        self.num_chunks = cdiv(rows, self.chunk_rows)
+        self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
+        self.slot_bytes = cdiv(rows, 8) * 8 * self.row_bytes
+        self.items, self.flags, self.sent, self.signals = 0, {}, {}, []
+        self.code = self._code(source or Path(push.__file__).read_text())
+
+    def __call__(self):
+        """Run them. Only some of the programs have started, those with the smallest ids."""
+        started = self.schedule.random.randint(1, self.num_workers)
+        shard = (
+            self.rows, self.row_bytes, self.chunk_rows, self.slice_bytes, self.slices, self.num_chunks, self.slot_bytes
+        )
+        # The last one is a program that does not push.
+        self.schedule.start({
+            f"program {program}": lambda program=program: self.code["push_partition"](
+                None, 0, HALF, SIGNAL, shard, program, self.num_workers, self.fixed_half
+            )
+            for program in [*range(started), self.num_workers]
+        })
+        peers = [rank for rank in range(self.ranks) if rank != 1 or self.fixed_half]
+        assert set(self.sent) == {(peer, row) for peer in peers for row in range(self.rows)}
+        for parts in self.sent.values():
+            assert sorted(parts) == self._parts_of_row(range(self.slices))
+        numbers = range(self.num_chunks * self.slices)
+        expected = [(peer, self.num_chunks * self.slices + number) for peer in peers if peer != 1 for number in numbers]
+        assert sorted(self.signals) == expected
+        assert set(self.flags.values()) == {0} and set(self.flags) == set(range(self.num_flags))
+
+    def _parts_of_row(self, slices):
+        begins = [number * self.slice_bytes for number in slices]
+        return [(begin, min(self.slice_bytes, self.row_bytes - begin)) for begin in begins]
+
+    def _code(self, source):
+        tree = ast.parse(source.replace(".to(tl.int64)", "").replace(".to(tl.int32)", ""))
+        tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+        gl = SimpleNamespace(
+            constexpr=int, minimum=min, maximum=max, where=lambda condition, one, other: one if condition else other
+        )
+        names = {
+            "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function), "rank": lambda ctx: 1,
+            "num_ranks": lambda ctx: self.ranks, "data_at": lambda ctx, half, peer: (peer + 1) * STRIDE,
+            "flag_at": lambda ctx, index: index, "signal_at": lambda ctx, half, number: number,
+            "request_by_warps": lambda ctx, queue: self._request(queue), "item_of_warps": lambda answer: answer,
+            "notify_if_last_arriver": self._arrive,
+        }
+        exec(compile(tree, push.__file__, "exec"), names)
+        names["_copy"] = self._copy
+        return names
+
+    def _request(self, queue):
+        assert queue == 1
+        self.schedule.until()
+        self.items += 1
+        return self.items - 1
+
+    def _copy(self, dst, src, row_bytes, rows, num_bytes):
+        self.schedule.until()
+        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes
+        assert offset == src and row_bytes == self.row_bytes
+        for row in range(rows):
+            self.sent.setdefault((peer, src // row_bytes + row), []).append((src % row_bytes, num_bytes))
+        self.schedule.until()
+
+    def _arrive(self, ctx, flag, count, number, peer, value):
+        self.schedule.until()
+        assert value == SIGNAL and peer != 1
+        self.flags[flag] = self.flags.get(flag, 0) + 1
+        if self.flags[flag] == count:
+            self.flags[flag] = 0
+            chunk, slice_id = divmod(number - self.num_chunks * self.slices, self.slices)
+            rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
+            (part,) = self._parts_of_row([slice_id])
+            assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
+            self.signals.append((peer, number))
+
+
+CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), (256, 4096, 4, 1)]
+
+
+@pytest.mark.parametrize("fixed_half", [False, True])
+@pytest.mark.parametrize("rows, k, ranks, chunk_tiles", CASES)
+def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, fixed_half):
+    for seed in range(5):
+        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half)()
+
+
+MUTANTS = {
+    "each program has a fixed share": ("item = item_of_warps(request_by_warps(ctx, 1))", "item = program"),
+    "the signal of a chunk follows its first part": ("flag, parts, word", "flag, 1, word"),
+    "all slices have one flag": ("(chunk * slices + slice_id) * (ranks - 1)", "chunk * slices * (ranks - 1)"),
+    "a part has one row too few": ("end - row,", "end - row - 1,"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_errors_are_found(mutant):
+    source = Path(push.__file__).read_text()
+    before, after = MUTANTS[mutant]
+    assert source.count(before) == 1
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            Push(seed, 300, 2056, 3, 2, 6, False, source.replace(before, after))()
+
+
+def test_number_of_slices():
+    """Only calls that may run the specialized kernel have several, and not those whose gathered rows are kept."""
+    config = AgGemmConfig(tiles=TILES, warp_specialize=True)
+    assert [launch_specialized.num_slices(k, config, False) for k in (0, 1024, 1025, 8192)] == [1, 1, 2, 8]
+    assert launch_specialized.num_slices(1088, config, True) == 1
+    assert launch_specialized.num_slices(1088, AgGemmConfig(tiles=TILES), False) == 1
+    other_tile = AgGemmConfig(tiles=Tiles(64, 64, 64), warp_specialize=True)
+    assert launch_specialized.num_slices(1088, other_tile, False) == 1
