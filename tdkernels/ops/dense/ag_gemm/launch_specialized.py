@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
-_SLICE_K = 1024  # columns of a shard that are announced with one signal
+SLICE_K = 1024  # columns of a shard that are announced with one signal
 
 
 @optional_kernel("ag_gemm: the warp-specialized kernel")
@@ -46,7 +46,7 @@ def num_slices(k: int, config: Any, fixed_half: bool) -> int:
     """Return the number of signals of a chunk with ``k`` columns, on whatever rank the kernel runs."""
     if fixed_half or not specialized.is_enabled(config):
         return 1
-    return max(cdiv(k, _SLICE_K), 1)
+    return max(cdiv(k, SLICE_K), 1)
 
 
 def num_flags(rows: int, k: int, world_size: int, config: Any, fixed_half: bool) -> int:
