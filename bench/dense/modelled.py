@@ -35,10 +35,14 @@ def best_rows(folder=RESULTS):
 def _can_compete(row):
     config = row["config"]
     timed = row["op"] in OPERATORS and row["link_gbps"] is not None and config is not None and row["ms"] is not None
-    return timed and config["method"] == "fused" and config["transport"] in _TRANSPORTS
+    if not timed:
+        return False
+    return config["method"] == "parts" or config["method"] == "fused" and config["transport"] in _TRANSPORTS
 
 
 def _can_ship(row):
+    if row["config"]["method"] == "parts":
+        return False
     return row["op"] != "ag_gemm" or row["config"].get("warp_specialize", False)
 
 

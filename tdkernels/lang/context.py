@@ -44,7 +44,7 @@ MAX_THREADS = tl.constexpr(512)
 STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
 STATE_SIGNAL = tl.constexpr(2)  # signal value of the running call, for transports that copy it
-STATE_TICKETS = tl.constexpr(3)  # work items of the running call that have been fetched
+STATE_TICKETS = tl.constexpr(3)  # work items of the running call that have been fetched, of two queues in 32 bits each
 STATE_STARTED = tl.constexpr(4)  # programs of the running launch that have started, see ``check_alone``
 STATE_FLAGS = tl.constexpr(16)  # first of the flags between programs of this rank
 

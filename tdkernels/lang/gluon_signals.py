@@ -113,7 +113,7 @@ def item_of_warp(answer):
 def request_by_warps(ctx, QUEUE: gl.constexpr):
     """``fetch_work_item`` in a partition of two warps; ``item_of_warps`` returns the number."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred first; mov.b32 $0, 0; setp.eq.u32 first, $2, 0;"
+        "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
         "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=TWO_WARPS)], dtype=gl.int32,
         is_pure=False, pack=1,

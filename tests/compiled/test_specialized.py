@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tests.compiled.dense import compile_gemm
 from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
@@ -95,3 +97,14 @@ def test_barriers_are_those_of_a_partition(launch):
     first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
     barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
     assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_portable_kernel_with_slices(arch):
+    """It has the same flattened main loop if it waits for several signals of a chunk."""
+    one, several = (compile_gemm(ag_gemm_kernel, arch, BF16, SLICES=slices) for slices in (1, 3))
+    product = {"sm_90": "wgmma.mma_async", "sm_80": "mma.sync"}[arch]
+    counts = [compiled.asm["ptx"].count(product) for compiled in (one, several)]
+    assert counts[0] == counts[1] > 0 and one.metadata.shared == several.metadata.shared
+    waits = [compiled.asm["ptx"].count("SPIN:") for compiled in (one, several)]
+    assert waits[1] == 3 * waits[0]  # the compiler peels iterations, so there are several copies of the loop

@@ -52,7 +52,7 @@ def test_bits_of_the_plain_kernel(world_size):
 @on_hopper
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_with_different_kernels(world_size):
-    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 36, by_turns=True)
+    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 72, by_turns=True)
 
 
 @on_hopper

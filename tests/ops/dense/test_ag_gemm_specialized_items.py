@@ -53,7 +53,8 @@ def test_work_items_compute_each_column_once(sizes, num_whole):
 
 @pytest.mark.parametrize("tiles, bound_by_link, whole", [
     (396, False, 396), (396 + 50, False, 396), (396 + 66, False, 396), (396 + 67, False, 396 + 67),
-    (396 + 67, True, 396 + 67 - 66), (396 + 50, True, 396), (30, False, 0), (100, True, 34), (100, False, 100),
+    (396 + 67, True, 396 + 1), (396 + 50, True, 396 - 16), (30, False, 0), (100, True, 34), (100, False, 100),
+    (3, True, 0),
 ])
 def test_number_of_whole_tiles(tiles, bound_by_link, whole):
     assert whole_tiles(tiles, 132, bound_by_link) == whole

@@ -26,8 +26,8 @@ class Push:
         config = AgGemmConfig(tiles=TILES, chunk_tiles=chunk_tiles, warp_specialize=True)
         self.slices = launch_specialized.num_slices(k, config, fixed_half)
         self.num_flags = launch_specialized.num_flags(rows, k, ranks, config, fixed_half)
-        self.chunk_rows = 128 * chunk_tiles
-        self.num_chunks = cdiv(rows, self.chunk_rows)
+        self.chunk_rows = min(128 * chunk_tiles, rows)
+        self.num_chunks = cdiv(rows, 128 * chunk_tiles)
         self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
         self.slot_bytes = cdiv(rows, 8) * 8 * self.row_bytes
         self.items, self.flags, self.sent, self.signals = 0, {}, {}, []
@@ -113,8 +113,11 @@ def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, 
         Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half)()
 
 
+QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1))\n"
 MUTANTS = {
-    "each program has a fixed share": ("item = item_of_warps(request_by_warps(ctx, 1))", "item = program"),
+    "each program has a fixed share": (
+        QUEUE, "        item = program\n", "item = item_of_warps(answer)", "item += num_workers",
+    ),
     "the signal of a chunk follows its first part": ("flag, parts, word", "flag, 1, word"),
     "all slices have one flag": ("(chunk * slices + slice_id) * (ranks - 1)", "chunk * slices * (ranks - 1)"),
     "a part has one row too few": ("end - row,", "end - row - 1,"),
@@ -124,11 +127,13 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_errors_are_found(mutant):
     source = Path(push.__file__).read_text()
-    before, after = MUTANTS[mutant]
-    assert source.count(before) == 1
+    changes = MUTANTS[mutant]
+    for before, after in zip(changes[::2], changes[1::2], strict=True):
+        assert source.count(before) == 1
+        source = source.replace(before, after)
     with pytest.raises(AssertionError):
         for seed in range(20):
-            Push(seed, 300, 2056, 3, 2, 6, False, source.replace(before, after))()
+            Push(seed, 300, 2056, 3, 2, 6, False, source)()
 
 
 def test_number_of_slices():

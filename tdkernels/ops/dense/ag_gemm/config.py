@@ -56,8 +56,8 @@ class AgGemmConfig:
         warp_specialize: Whether different warps of a program may load, multiply, store and push, with transport "push"
             or "copy_engine". They do so on Hopper and one node, for tiles of 128 x 256 x 64, 16-bit operands without
             scales that TMA can load, and N / W a multiple of 16. Programs that push then also compute tiles, and
-            ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded, the same config
-            runs without it. Results are the same.
+            ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded, another kernel
+            runs, with at most 24 programs that push (8 for two ranks). Results are the same.
     """
 
     method: str = "fused"

@@ -32,6 +32,7 @@ from tdkernels.ops.dense.ag_gemm.config import (
     num_pushing,
 )
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.ops.dense.launch_specialized import is_enabled
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
@@ -308,7 +309,7 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
         return launch_specialized.prepare(
             order, workspace, memory, num_comm, x, weights, biases, config, segment_rows
         )
-    if config.warp_specialize:  # here programs that push do not multiply; other ranks may have another number
+    if is_enabled(config):  # here programs that push do not multiply; other ranks may have another number
         num_comm = min(num_comm, num_pushing(topology.world_size))
     rows, dtype = topology.world_size * x.shape[0], out_dtype_of(x, scales)
     ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]

@@ -60,13 +60,11 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
     """Return how many of ``tiles`` tiles are not divided into halves.
 
     If the last wave has at most half of the tiles that fit, it takes half of the time with halves, since these occupy
-    more SMs. If the link is the bottleneck, few tiles are left when the last rows arrive, so half a wave of them is
-    divided otherwise: 8192 x 8192 x 28672 on 8 ranks takes 1.11 instead of 1.20 ms (solo mode, H200).
+    more SMs. If the link is the bottleneck, few tiles are left when the last rows arrive, so half a wave is divided.
+    8192 x 8192 x 28672 on 8 ranks takes 1.11 instead of 1.18 ms with it (computed, ``bench.dense.tile_queue``).
     """
-    left = tiles % programs
-    if 2 * left > programs:
-        left = programs // 2 if bound_by_link else 0
-    return max(tiles - left, 0)
+    left = programs // 2 if bound_by_link else tiles % programs
+    return max(tiles - left, 0) if 2 * left <= programs else tiles
 
 
 def _grid(x, weights, world_size, num_comm):

@@ -80,7 +80,7 @@ def ag_gemm_specialized_kernel(
     slices = (steps + slice_steps - 1) // slice_steps
     row_bytes = K * 2
     shard = (
-        M_shard, row_bytes, chunk_tiles * BLOCK_M, slice_steps * (BLOCK_K * 2), slices, num_chunks,
+        M_shard, row_bytes, gl.minimum(chunk_tiles * BLOCK_M, M_shard), slice_steps * (BLOCK_K * 2), slices, num_chunks,
         slot_rows * row_bytes.to(gl.int64),
     )
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
