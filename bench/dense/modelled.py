@@ -62,21 +62,27 @@ def entry_of(problem, row):
     )
 
 
-def faster_than(measured, modelled):
-    """Return the modelled entries of problems without a measured entry that is at least as fast."""
-    known = {entry.problem: entry.ms for entry in measured}
-    return [entry for entry in modelled if entry.ms < known.get(entry.problem, math.inf)]
+def modelled_entries(folder=RESULTS):
+    """Return {(operator, GPU): modelled entries} without those of problems whose measured entry is at least as fast."""
+    found = {}
+    for problem, row in best_rows(folder).items():
+        entry = entry_of(problem, row)
+        measured = {each.problem: each.ms for each in measured_entries(*table.head(entry))}
+        if entry.ms < measured.get(problem, math.inf):
+            found.setdefault(table.head(entry), []).append(entry)
+    return found
+
+
+def measured_entries(operator, gpu):
+    """Return the entries of a shipped table that are not modelled."""
+    return [entry for entry in disk_cache.shipped_entries(operator, gpu) if not entry.modelled]
 
 
 def main():
     """Replace the modelled entries of the shipped tables."""
-    by_table = {}
-    for problem, row in best_rows().items():
-        by_table.setdefault((problem.operator, problem.gpu), []).append(entry_of(problem, row))
-    for (operator, gpu), entries in by_table.items():
+    for (operator, gpu), entries in modelled_entries().items():
         file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
-        measured = [entry for entry in disk_cache.shipped_entries(operator, gpu) if not entry.modelled]
-        entries = faster_than(measured, entries)
+        measured = measured_entries(operator, gpu)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(table.to_json([*measured, *entries]), encoding="utf-8")
         print(re.sub(r"^.*/tdkernels/", "tdkernels/", str(file)), f"{len(entries)} modelled entries")

@@ -72,11 +72,11 @@ class Schedule:
         """Return (position of the source, chunk, time / time of a tile) of all work items, ``whole`` of them tiles."""
         found = []
         for number, (source, chunk, column) in enumerate(self.places()):
-            has_half = (column + 1) * BLOCK_N - BLOCK_N // 2 >= self.n  # the second half has no columns
+            is_narrow = column * BLOCK_N + BLOCK_N // 2 >= self.n  # the second half has no columns
             if number < whole:
-                found.append((source, chunk, _HALF if has_half else 1.0))
+                found.append((source, chunk, _HALF if is_narrow else 1.0))
             else:
-                found += [(source, chunk, _HALF)] * (1 if has_half else 2)
+                found += [(source, chunk, _HALF)] * (1 if is_narrow else 2)
         return found
 
     def seconds(self, link_rate: float, whole: int | None = None) -> float:

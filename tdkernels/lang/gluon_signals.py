@@ -13,7 +13,7 @@ from tdkernels.lang.kernel import jit
 from tdkernels.lang.signals import _wait_each, _wide
 
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+_TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 _THREADS = gl.constexpr(64)  # of two warps
 
 
@@ -51,7 +51,7 @@ def notify_from_warp(ctx, signal_ptr, peer, value):
 @gluon.jit
 def wait_for_ranks(ctx, first_ptr, stride, expected):
     """``wait_plan_all`` WITH_OWN, in a partition of two warps."""
-    peers = gl.arange(0, _THREADS, layout=TWO_WARPS)
+    peers = gl.arange(0, _THREADS, layout=_TWO_WARPS)
     is_peer = peers < num_ranks(ctx)
     # A thread without a peer reads a word of this rank: any value satisfies its wait.
     signal_ptrs = first_ptr + gl.where(is_peer, peers, rank(ctx)).to(gl.int64) * stride
@@ -76,7 +76,7 @@ def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
         "=r,l,l,l,l,l,r,~{memory}",
         [
             flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value),
-            gl.arange(0, _THREADS, layout=TWO_WARPS),
+            gl.arange(0, _THREADS, layout=_TWO_WARPS),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )
@@ -115,7 +115,7 @@ def request_by_warps(ctx, QUEUE: gl.constexpr):
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=TWO_WARPS)], dtype=gl.int32,
+        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=_TWO_WARPS)], dtype=gl.int32,
         is_pure=False, pack=1,
     )
 

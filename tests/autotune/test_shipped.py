@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.dense.modelled import best_rows, entry_of, faster_than
+from bench.dense.modelled import modelled_entries
 from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.problem import slug
 from tdkernels.autotune.tunable import operators, tunable
@@ -104,12 +104,7 @@ def test_models_are_covered(operator, ranks):
 def test_modelled_entries_are_those_of_the_recorded_rows():
     """If this fails after a benchmark in solo mode, run ``python -m bench.dense.modelled``."""
     shipped = [entry for file in FILES for entry in disk_cache.load(file) if entry.modelled]
-    by_table = {}
-    for item in best_rows().items():
-        made = entry_of(*item)
-        entries_of_table = disk_cache.shipped_entries(made.problem.operator, made.problem.gpu)
-        measured = [entry for entry in entries_of_table if not entry.modelled]
-        by_table.setdefault(table.head(made), []).extend(faster_than(measured, [made]))
+    by_table = modelled_entries()
     heads = sorted(by_table, key=lambda head: (slug(head[1]), head[0]))  # as the files
     made = [entry for head in heads for entry in table.from_json(table.to_json(by_table[head]))[0]]
     ignored = {"versions": {}}  # the hash of the kernels is that of the code when the table was written

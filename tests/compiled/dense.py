@@ -11,7 +11,7 @@ from tdkernels.ops.common.tile_config import Tiles, scaled_tiles
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_multinode import ag_gemm_nodes_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
-from tdkernels.ops.dense.ag_gemm.launch import num_stores
+from tdkernels.ops.dense.ag_gemm.output import num_stores
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import AgGemmConfig, Tiles
 from tdkernels.ops.dense.ag_gemm import launch, launch_specialized
-from tests.ops.dense import cases
+from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
 
@@ -116,14 +116,7 @@ def replays_in_a_graph():
     call = lambda config: tdkernels.ag_gemm(x, weight, config=AgGemmConfig(**config))  # noqa: E731
     with specialized():
         call(CONFIG)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = [call(CONFIG) for _ in range(3)]
-    for _ in range(4):
-        x.normal_()
-        graph.replay()
-        plain = call(PLAIN)
-        assert all(torch.equal(y, plain) for y in found)
+    specialized_support.replays_in_a_graph(x, lambda: call(CONFIG), lambda: call(PLAIN))
 
 
 def falls_back(n, k, dtype):
@@ -133,7 +126,7 @@ def falls_back(n, k, dtype):
 
 
 def computes_with_an_unaligned_weight_on_a_rank():
-    """Check ranks of which one cannot run the kernel, because TMA cannot load its weight."""
+    """Check a group in which one rank cannot run the kernel, because TMA cannot load its weight."""
     case = Case("ag_gemm", torch.bfloat16, 140, 272, 2056)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import GemmRsConfig, Tiles
 from tdkernels.ops.dense.gemm_rs import launch, launch_specialized
-from tests.ops.dense import cases
+from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
 
@@ -93,14 +93,7 @@ def replays_in_a_graph():
     weight = torch.randn(528, 448, device=device(), dtype=torch.bfloat16)
     call = lambda config: tdkernels.gemm_rs(x, weight, config=GemmRsConfig(**config))  # noqa: E731
     call(CONFIG)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = [call(CONFIG) for _ in range(3)]
-    for _ in range(4):
-        x.normal_()
-        graph.replay()
-        plain = call(PLAIN)
-        assert all(torch.equal(z, plain) for z in found)
+    specialized_support.replays_in_a_graph(x, lambda: call(CONFIG), lambda: call(PLAIN))
 
 
 def falls_back(n, k, dtype):

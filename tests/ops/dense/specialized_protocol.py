@@ -15,9 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
-from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
-from tdkernels.ops.dense.gemm_rs.specialized import partitions as gemm_rs_partitions
-from tdkernels.ops.dense.specialized import layout, load, multiply
+from tdkernels.ops.dense.specialized import layout, load, multiply, store
 
 BLOCK_M, BLOCK_N, BLOCK_K = SPECIALIZED_TILE
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
@@ -28,7 +26,7 @@ _CONSTANTS = [
 
 def source_of(partitions):
     """Return the source of all functions that the partitions of a kernel run."""
-    return "\n".join(Path(module.__file__).read_text() for module in (load, multiply, partitions))
+    return "\n".join(Path(module.__file__).read_text() for module in (load, multiply, store, partitions))
 
 
 class Stuck(AssertionError):
@@ -158,7 +156,7 @@ class Run:
         assert (layout.FULL.value, layout.FREE.value) == (0, stages) and layout.OUT_FREE.value == 2 * stages + 1
         cells = lambda count, num_bytes=0: [Cell(num_bytes) for _ in range(count)]  # noqa: E731
         rows, weights = cells(2 * stages, HALF_M * BLOCK_K * 2), [Weight() for _ in range(stages)]
-        self.memory = tuple(map(_indexed, (rows, weights, cells(2), cells(stages), cells(1))))
+        self.memory = tuple(map(indexed, (rows, weights, cells(2), cells(stages), cells(1))))
         self.memory[2].dtype = "bf16"
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
@@ -197,7 +195,7 @@ class Run:
 
     def multiply(self, which, has_halves):
         """Run a partition that multiplies."""
-        bars, keep = _indexed(self.bars), self.code["no_epilogue"]
+        bars, keep = indexed(self.bars), self.code["no_epilogue"]
         self.code["multiply_partition"](self.memory, bars, self.steps, None, which, False, has_halves, keep)
 
     # ---- stand-ins ----
@@ -321,136 +319,6 @@ class Run:
         return _Tile(item, part, sides)
 
 
-class GemmRsRun(Run):
-    """A program of ``gemm_rs_specialized_kernel``; its work items belong to the ranks in turns."""
-
-    partitions = gemm_rs_partitions
-
-    def __init__(self, seed, items, steps, ranks, source=None):
-        self.ranks = ranks
-        super().__init__(seed, items, steps, source)
-
-    def __call__(self):
-        super().__call__()
-        assert [entry[1] for entry in self.sent if entry[0] == "signal"] == list(range(self.items))
-
-    def threads(self):
-        bars, ranks = _indexed(self.bars), self.ranks
-        problem = (self.items * BLOCK_M, BLOCK_N, self.steps, 1, 0)
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
-        x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
-
-        def load():
-            self.code["load_partition"](None, (x, "weight"), self.memory, bars, self.items, problem, 0, ranks, False)
-
-        def send():
-            self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, ranks)
-            self.closed = True
-
-        return {
-            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, False),
-            "multiply 1": lambda: self.multiply(1, False),
-        }
-
-    def names(self):
-        return {
-            "notify_from_warp": self._signal, "signal_at": lambda ctx, half, slot: slot,
-            "swizzle": lambda tile, tiles_m, tiles_n, group: (tile, 0),
-            "row_in_segments": lambda row, owner, ranks, segment: row * ranks + owner * BLOCK_M,
-        }
-
-    def place(self, desc, plane, row):
-        tile, owner = row // BLOCK_M // self.ranks, row // BLOCK_M % self.ranks
-        return tile * self.ranks + (owner - 1) % self.ranks, row % BLOCK_M // HALF_M
-
-    def place_of_output(self, desc, row):
-        return row // BLOCK_M * self.ranks + desc.step, row % BLOCK_M // HALF_M
-
-    def _signal(self, ctx, slot, owner, value):
-        item = slot * self.ranks + (owner - 1) % self.ranks
-        assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
-        self.sent.append(("signal", item))
-
-
-class AgGemmRun(Run):
-    """A program of ``ag_gemm_specialized_kernel``. Rows of all items but every third arrive during the run."""
-
-    partitions = ag_gemm_partitions
-
-    def __init__(self, seed, items, steps, slice_steps, source=None):
-        self.slice_steps, self.slices = slice_steps, -(-steps // slice_steps)
-        self.arrived = set()
-        super().__init__(seed, items, steps, source)
-        self.kinds = [self.schedule.random.choice(["whole", "first half", "second half"]) for _ in range(items)]
-
-    def sides(self, item):
-        return {"whole": (0, 1), "first half": (0,), "second half": (1,)}[self.kinds[item]]
-
-    def threads(self):
-        bars = _indexed(self.bars)
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
-        own, gathered, out = (SimpleNamespace(name=name, **form) for name in ("own", "gathered", "out"))
-        weights, order = (None,) * 5, (0, 3, 0, 0, 0, 1, 0)
-
-        def load():
-            self.code["load_partition"](
-                None, (own, gathered, ("weight",)), self.memory, bars, self.items, order, weights, 1, 7,
-                self.items * BLOCK_M, 100, self.steps, self.slice_steps, False,
-            )
-
-        def store():
-            self.code["store_partition"](self.memory, bars, (out,), order, weights, self.items * BLOCK_M)
-            self.closed = True
-
-        def arrive():
-            slices = [(item, cut) for item in range(self.items) if item % 3 for cut in range(self.slices)]
-            self.schedule.random.shuffle(slices)
-            for each in slices:
-                self.arrived.add(each)
-                self.schedule.until()
-
-        return {
-            "load": load, "store": store, "arrive": arrive, "multiply 0": lambda: self.multiply(0, True),
-            "multiply 1": lambda: self.multiply(1, True),
-        }
-
-    def names(self):
-        return {
-            "_next_item": lambda ctx, answer, *_: self._item(answer), "_of_weight": lambda which, choices: choices[0],
-            "_place_of": self._place_of, "selected": lambda one, other, is_one: one if is_one else other,
-            "signal_at": lambda ctx, half, number: number, "wait_plan": self._wait_plan,
-        }
-
-    def _place_of(self, item, order, weights):
-        """Return the place of an item in the shard of rank ``item % 3``. This rank is 0."""
-        return item % 3, item, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
-
-    def _of_signal(self, number):
-        """Return the work item and the slice of a signal."""
-        number, cut = divmod(number, self.slices)
-        return number % 100, cut
-
-    def _wait_plan(self, ctx, number, signal, source, FOR_TMA):  # noqa: N803
-        assert FOR_TMA and self._of_signal(number)[0] % 3 == source > 0
-        self.schedule.until(lambda: self._of_signal(number) in self.arrived)
-
-    def _load(self, desc, at, bar, cell, pred=True):
-        if desc != "weight" and desc.name == "gathered":
-            _, row, k = at
-            item = row % (self.items * BLOCK_M) // BLOCK_M
-            assert (item, k // BLOCK_K // self.slice_steps) in self.arrived, "rows are read before they arrive"
-        super()._load(desc, at, bar, cell, pred)
-
-    def place(self, desc, plane, row):
-        source, row = divmod(row, self.items * BLOCK_M)
-        item, part = row // BLOCK_M, row % BLOCK_M // HALF_M
-        assert (desc.name, plane, source) == (("gathered", 1, item % 3) if item % 3 else ("own", 0, 0))
-        return item, part
-
-    def place_of_output(self, desc, row):
-        return row // BLOCK_M, row % BLOCK_M // HALF_M
-
-
 class _Tile:
     """Columns of half of the rows of a tile. In shared memory, one half of its columns is its name."""
 
@@ -475,6 +343,6 @@ def _read_product(x, weight):
     return (desc, plane, row), k // BLOCK_K, col, HALF_N * len(parts), weight_k // BLOCK_K
 
 
-class _indexed(list):  # noqa: N801
+class indexed(list):  # noqa: N801
     def index(self, number):
         return self[number]

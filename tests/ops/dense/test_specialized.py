@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.ops.dense import specialized_cases as cases
-from tests.support.ranks import DEVICE, on_ranks
+from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
+from tests.support.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 SHAPES = [(130, 272, 72), (256, 512, 1024), (1, 16, 8), (513, 784, 200)]
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.ops.dense.specialized_protocol import AgGemmRun, GemmRsRun, source_of
+from tests.ops.dense.specialized_protocol import source_of
+from tests.ops.dense.specialized_runs import AgGemmRun, GemmRsRun
 from tests.support.subset import THOROUGH
 
 SIZES = [(0, 3), (1, 1), (1, 9), (2, 2), (3, 4), (5, 7)]  # work items, steps

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather, rows_of_buffer, slot_rows_of
@@ -23,15 +22,9 @@ from tdkernels.ops.dense.ag_gemm import (
     launch_specialized,
     pipelined,
 )
-from tdkernels.ops.dense.ag_gemm.config import (
-    BARRIER_BYTES,
-    LEAST_STORE,
-    MAX_WEIGHTS,
-    blocks_in_memory,
-    num_chunks,
-    num_pushing,
-)
+from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks, num_pushing
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm.output import output_descriptors
 from tdkernels.ops.dense.launch_specialized import is_enabled
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.rounding import cdiv
@@ -44,7 +37,6 @@ from tdkernels.symm.whole_call import whole_call
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from tdkernels.ops.common.tile_config import Tiles
     from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_WORDS = 4096
@@ -80,46 +72,13 @@ def _arguments(
     if late is None:
         return (*before, weights[0], w_descs[0], biases[0], ys[0], *common), constants
     constants["SLICES"] = launch_specialized.num_slices(k, config, fixed_half)
-    y_descs = _output_descriptors(x, ys, config, segment_rows, constants)
+    y_descs = output_descriptors(x, ys, config, segment_rows, constants)
     pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
     unused = MAX_WEIGHTS - len(weights)
     pointers, sizes = pointers + [(None,) * 5] * unused, sizes + [(0, 0)] * unused
     pointers_of_all = (*chain.from_iterable(pointers), *gemm_operands.scale_pointers(scales))
     args = (*before, *pointers_of_all, *common, *late, segment_rows, *chain.from_iterable(sizes[1:]))
     return args, constants
-
-
-def _output_descriptors(x, ys, config, segment_rows, constants):
-    """Return the descriptor of each output or None, and set the constant STORES."""
-    tiles = config.tiles
-    constants["STORES"] = stores = num_stores(
-        tiles, x.dtype, gpu.shared_memory_bytes(x.device), blocks_in_memory(x.device), ys[0].element_size()
-    )
-    whole_tiles = segment_rows == x.shape[0] or segment_rows % tiles.block_m == 0
-    by_engine = constants["PRODUCT"].use_tma and whole_tiles and all(y.shape[1] % 8 == 0 for y in ys)
-    return [_output_descriptor(y, segment_rows, tiles, stores) if by_engine else None for y in ys]
-
-
-def num_stores(tiles: "Tiles", dtype: torch.dtype, available: int, blocks: int, out_bytes: int | None = None) -> int:
-    """Return in how many column blocks a tile is stored: ``blocks`` of them and the stages fit in shared memory.
-
-    ``out_bytes``: bytes per element of the output, if they are not those of ``dtype``.
-    """
-    free = available - tiles.shared_memory_bytes(dtype) - BARRIER_BYTES
-    stores = 1
-    while blocks * tiles.block_m * tiles.block_n * (out_bytes or dtype.itemsize) > stores * free and (
-        tiles.block_n // stores > LEAST_STORE
-    ):
-        stores *= 2
-    return stores
-
-
-def _output_descriptor(y, rows, tiles, stores):
-    """Return the descriptor of y [planes * rows, n] as [planes, rows, n] for one of ``stores`` column blocks of a tile.
-    """
-    n = y.shape[1]
-    shape = [max(y.shape[0] // max(rows, 1), 1), rows, n]
-    return TensorDescriptor(y, shape, [rows * n, n, 1], [1, tiles.block_m, tiles.block_n // stores])
 
 
 def compile(

@@ -11,6 +11,7 @@ from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 from tdkernels.ops.dense import launch_specialized as specialized
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
+from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
@@ -37,8 +38,8 @@ def supports(
     """Return whether the kernel runs these operands. Ranks may run different kernels, see its docstring."""
     if not specialized.is_enabled(config) or scales is not None or num_nodes > 1 or x.shape[0] == 0:
         return False
-    if segment_rows != x.shape[0] and segment_rows % _BLOCK_M:
-        return False  # a tile would have rows of two segments
+    if not has_whole_tiles(x.shape[0], segment_rows, _BLOCK_M):
+        return False
     return all(specialized.supports(x, weight) for weight in weights) and _kernel() is not None
 
 
@@ -67,9 +68,9 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
     return max(tiles - left, 0) if 2 * left <= programs else tiles
 
 
-def _grid(x, weights, world_size, num_comm):
+def _grid(x, weights, world_size, num_comm, config):
     """Return (number of programs, number of whole tiles)."""
-    tiles = world_size * cdiv(x.shape[0], _BLOCK_M) * sum(cdiv(weight.shape[0], _BLOCK_N) for weight in weights)
+    tiles = world_size * sum(config.tiles.count(x.shape[0], weight.shape[0]) for weight in weights)
     n = sum(weight.shape[0] for weight in weights)
     bound_by_link = specialized.is_bound_by_link(n, world_size)
     available = gpu.num_sms(x.device) - gpu.spare_sms
@@ -78,10 +79,8 @@ def _grid(x, weights, world_size, num_comm):
 
 
 def _output_descriptor(y, segment_rows):
-    """Return the descriptor of y [planes * segment_rows, n] as [planes, segment_rows, n]."""
-    n = y.shape[1]
-    shape, strides = [y.shape[0] // segment_rows, segment_rows, n], [segment_rows * n, n, 1]
-    return descriptor(y, shape, strides, [1, _BLOCK_M // 2, _BLOCK_N // 2])
+    """Return the descriptor of an output for a quarter of a tile."""
+    return descriptor(y, *as_planes(y, segment_rows), [1, _BLOCK_M // 2, _BLOCK_N // 2])
 
 
 def _arguments(
@@ -141,7 +140,7 @@ def prepare(
     """
     gathered, slot_rows, plan, fixed = memory
     ys = [output_spec(x, workspace.world_size * x.shape[0], weight.shape[0]) for weight in weights]
-    programs, num_whole = _grid(x, weights, workspace.world_size, num_comm)
+    programs, num_whole = _grid(x, weights, workspace.world_size, num_comm, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows,
         fixed,

@@ -1,1 +1,1 @@
-"""What the warp-specialized kernels for Hopper, in Gluon, share: shared memory, loads and products."""
+"""What the warp-specialized kernels for Hopper, in Gluon, share: shared memory, loads, products and stores."""

@@ -19,9 +19,9 @@ from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 BLOCK_M, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in SPECIALIZED_TILE)
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
 STAGES = gl.constexpr(4)  # steps of K in flight
-# Registers of a thread. The three kinds of warps that do not multiply form a warp group, whose threads have the same
-# number. All threads together have 65536.
-MULTIPLY_REGISTERS, OTHER_REGISTERS = 192, 120
+# Warps of the partitions after the first one, which has four, and registers of their threads. The first two partitions
+# multiply. The others form a warp group, whose threads have the same number. All threads together have 65536.
+WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120])
 
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two

@@ -113,9 +113,7 @@ def multiply_partition(
     item = read_item(memory[3].index(0), FOUR_WARPS)
     while item != NO_ITEM:
         counts = turn, number
-        if not HAS_HALVES:
-            turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, BLOCK_N, W_IS_KN, EPILOGUE)
-        elif item % 2 == 0:
+        if (item % 2 if HAS_HALVES else 0) == 0:
             turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, BLOCK_N, W_IS_KN, EPILOGUE)
         else:
             turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, HALF_N, W_IS_KN, EPILOGUE)

@@ -29,14 +29,12 @@ from tdkernels.ops.dense.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
-    MULTIPLY_REGISTERS,
-    OTHER_REGISTERS,
+    REGISTERS,
+    WARPS,
     make_barriers,
     make_memory,
 )
 from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
-
-_REGISTERS = gl.constexpr([MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
 
 
 @gluon_jit(do_not_specialize=[
@@ -105,7 +103,7 @@ def ag_gemm_specialized_kernel(
             ),
             (store_partition, (memory, bars, y_descs, order, weights, segment_rows)),
         ],
-        [4, 2, 1, 1],
-        _REGISTERS.value,
+        WARPS.value,
+        REGISTERS.value,
     )
     finish(ctx, ADVANCE=FIXED_HALF == 0)

@@ -18,7 +18,6 @@ from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
 from tdkernels.ops.dense.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    HALF_M,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
@@ -27,6 +26,7 @@ from tdkernels.ops.dense.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.dense.specialized.load import end_items, load_steps
+from tdkernels.ops.dense.specialized.store import store_half
 
 
 @gluon.jit
@@ -153,9 +153,7 @@ def store_partition(memory, bars, y_descs, order, weights, segment_rows):
         for side in range(2 - code % 2):
             if side > 0:
                 mbarrier.wait(bars.index(OUT_FULL), number & 1)
-            for part in gl.static_range(2):
-                shaped = out.index(part)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-                tma.async_copy_shared_to_global(desc, [plane, row + part * HALF_M, col + side * HALF_N], shaped)
+            store_half(desc, out, plane, row, col + side * HALF_N)
             tma.store_wait(0)  # the half has been read
             mbarrier.arrive(bars.index(OUT_FREE), count=1)
             number += 1

@@ -28,14 +28,12 @@ from tdkernels.ops.dense.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
-    MULTIPLY_REGISTERS,
-    OTHER_REGISTERS,
+    REGISTERS,
+    WARPS,
     make_barriers,
     make_memory,
 )
 from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
-
-_REGISTERS = gl.constexpr([MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
 
 
 @gluon.jit
@@ -129,7 +127,7 @@ def gemm_rs_specialized_kernel(
             (load_partition, (ctx, operands, memory, bars, there * RANKS, problem, me, RANKS, W_IS_KN)),
             (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, RANKS)),
         ],
-        [4, 2, 1, 1],
-        _REGISTERS.value,
+        WARPS.value,
+        REGISTERS.value,
     )
     finish(ctx)

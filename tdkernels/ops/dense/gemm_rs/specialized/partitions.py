@@ -12,7 +12,6 @@ from tdkernels.ops.dense.segments import row_in_segments
 from tdkernels.ops.dense.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    HALF_M,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
@@ -22,6 +21,7 @@ from tdkernels.ops.dense.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.dense.specialized.load import end_items, load_steps
+from tdkernels.ops.dense.specialized.store import store_half
 
 # ---- load ----
 
@@ -65,14 +65,6 @@ def load_partition(
 
 
 @gluon.jit
-def _send(desc, out, half, row, col):
-    """Start to send what is in ``out``."""
-    for part in gl.static_range(2):
-        shaped = out.index(part)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-        tma.async_copy_shared_to_global(desc, [half, row + part * HALF_M, col], shaped)
-
-
-@gluon.jit
 def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.constexpr):
     """Send each tile to its owner, wait until it has arrived, and set its signal there.
 
@@ -89,7 +81,7 @@ def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.
                 mbarrier.wait(bars.index(OUT_FULL), side)
             for peer in gl.static_range(RANKS):
                 if step == peer:
-                    _send(descs[peer], out, half, slot * BLOCK_M, side * HALF_N)
+                    store_half(descs[peer], out, half, slot * BLOCK_M, side * HALF_N)
             tma.store_wait(0)  # the half has been read
             mbarrier.arrive(bars.index(OUT_FREE), count=1)
         await_tma_stores()

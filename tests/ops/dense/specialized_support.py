@@ -1,0 +1,21 @@
+"""What the tests of the warp-specialized kernels share."""
+
+import pytest
+import torch
+
+from tests.support.ranks import DEVICE
+
+ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+
+
+def replays_in_a_graph(x, specialized, plain):
+    """Check replays of a CUDA graph of three calls of ``specialized``, which has run once, with new values of x."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = [specialized() for _ in range(3)]
+    for _ in range(4):
+        x.normal_()
+        graph.replay()
+        expected = plain()
+        assert all(torch.equal(result, expected) for result in found)
