@@ -14,7 +14,9 @@ import tdkernels
 from tdkernels.ops.collectives.config import default_config
 from tdkernels.ops.collectives.norm.config import default_config as default_norm_config
 from tdkernels.ops.collectives.norm.reference import norm_ref
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.ops.dense.launch_direct import DIRECT_LARGE
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tests.support.ranks import ASKED, DEVICE, device, on_ranks
@@ -68,6 +70,11 @@ def ag_gemm_is_exact(rows, n, k, transport):
         count = 1 + repeat % 3
         if transport == "parts":
             config = tdkernels.AgGemmConfig(method="parts", pieces=count)
+        elif transport == "specialized":
+            pushing = (16, 64, 128)[repeat % 3]
+            config = tdkernels.AgGemmConfig(
+                tiles=LARGE, num_comm_sms=pushing, chunk_tiles=1 + repeat % 2, warp_specialize=True
+            )
         else:
             options = {"split_k" if transport == "one_shot" else "chunk_tiles": count}
             config = tdkernels.AgGemmConfig(transport=transport, **options)
@@ -89,6 +96,8 @@ def gemm_rs_is_exact(rows, n, k, transport):
         count = 1 + repeat % 3
         if transport == "parts":
             config = tdkernels.GemmRsConfig(method="parts", pieces=count)
+        elif transport == "specialized":
+            config = tdkernels.GemmRsConfig(tiles=DIRECT_LARGE, transport="direct", warp_specialize=True)
         else:
             config = tdkernels.GemmRsConfig(transport=transport, split_k=count if transport == "one_shot" else 1)
         x, weight = ternary(dist.get_world_size() * rows, k).requires_grad_(), ternary(n, k).requires_grad_()
@@ -243,6 +252,23 @@ def test_small_m(world_size, exact, rows, n, k):
 @pytest.mark.parametrize("shape", [(1024, 4096, 1024), (2048, 16384, 512), (777, 520, 1032)], ids=str)
 def test_gemm_rs(world_size, transport, shape):
     on_ranks(world_size, gemm_rs_is_exact, *shape, transport)
+
+
+# On GPUs other than Hopper, these configs run other kernels. TMA needs N, or N / W, to be a multiple of 16.
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize(
+    "exact, shape",
+    [
+        (ag_gemm_is_exact, (1024, 1024, 4096)),
+        (ag_gemm_is_exact, (2048, 512, 16384)),
+        (ag_gemm_is_exact, (777, 528, 1032)),
+        (gemm_rs_is_exact, (1024, 4096, 1024)),
+        (gemm_rs_is_exact, (2048, 16384, 512)),
+        (gemm_rs_is_exact, (777, 528, 1032)),
+    ],
+)
+def test_specialized(world_size, exact, shape):
+    on_ranks(world_size, exact, *shape, "specialized")
 
 
 # 777 rows are divisible by 3 ranks only. one_shot is meant for small M and large N.
