@@ -103,9 +103,9 @@ def family(name):
 
 
 def is_internal(name):
-    """Return whether a module is internal to an operator's package."""
+    """Return whether a module is internal to an operator's package. Those of ``ops.common`` are for all operators."""
     parts = name.split(".")
-    return family(name) is not None and len(parts) > 4 and parts[-1] not in EXPORTED
+    return family(name) not in (None, "common") and len(parts) > 4 and parts[-1] not in EXPORTED
 
 
 @pytest.mark.parametrize("name", MODULES)

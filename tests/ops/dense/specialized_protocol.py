@@ -14,8 +14,8 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+from tdkernels.ops.common.specialized import layout, load, multiply, store
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
-from tdkernels.ops.dense.specialized import layout, load, multiply, store
 
 BLOCK_M, BLOCK_N, BLOCK_K = SPECIALIZED_TILE
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
+from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
-from tdkernels.ops.dense import launch_specialized
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 

@@ -15,6 +15,7 @@ from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_bytes
+from tdkernels.ops.common.specialized.launch import is_enabled
 from tdkernels.ops.dense.ag_gemm import (
     kernel_multinode,
     launch_multinode,
@@ -25,7 +26,6 @@ from tdkernels.ops.dense.ag_gemm import (
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks, num_pushing
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.ag_gemm.output import output_descriptors
-from tdkernels.ops.dense.launch_specialized import is_enabled
 from tdkernels.ops.dense.scaled_gather import gathered_scales
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder

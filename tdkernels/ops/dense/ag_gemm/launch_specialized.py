@@ -8,8 +8,8 @@ import torch
 
 from tdkernels.ops.common.gemm_operands import weight_layout
 from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
-from tdkernels.ops.dense import launch_specialized as specialized
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
 from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv

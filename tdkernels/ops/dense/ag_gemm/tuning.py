@@ -12,8 +12,9 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import is_scaled, scales_of
 from tdkernels.ops.common.scaling import scaled_linear
+from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE
-from tdkernels.ops.dense import launch_specialized, scaled
+from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm import launch, op
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
+from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
-from tdkernels.ops.dense import launch_direct, launch_specialized
+from tdkernels.ops.dense import launch_direct
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import torch
 from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common.gemm_operands import rows_contiguous, weight_layout
 from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.dense import launch_direct as shared
-from tdkernels.ops.dense import launch_specialized as specialized
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec

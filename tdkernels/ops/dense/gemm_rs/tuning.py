@@ -10,8 +10,9 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
+from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE
-from tdkernels.ops.dense import launch_direct, launch_specialized, scaled, tuning_direct
+from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig

@@ -23,9 +23,7 @@ from tdkernels.lang.calls import call, epoch, finish, signal_of
 from tdkernels.lang.context import num_ranks, rank
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal
-from tdkernels.ops.dense.ag_gemm.specialized.partitions import add_bias, load_partition, store_partition
-from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
-from tdkernels.ops.dense.specialized.layout import (
+from tdkernels.ops.common.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -34,7 +32,9 @@ from tdkernels.ops.dense.specialized.layout import (
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.dense.ag_gemm.specialized.partitions import add_bias, load_partition, store_partition
+from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
 
 
 @gluon_jit(do_not_specialize=[

@@ -14,8 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_signals import item_of_warp, request_by_warp
 from tdkernels.lang.signals import wait_plan
-from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
-from tdkernels.ops.dense.specialized.layout import (
+from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_N,
@@ -25,8 +24,9 @@ from tdkernels.ops.dense.specialized.layout import (
     OUT_FULL,
     read_item,
 )
-from tdkernels.ops.dense.specialized.load import end_items, load_steps
-from tdkernels.ops.dense.specialized.store import store_half
+from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
 
 
 @gluon.jit

@@ -23,8 +23,7 @@ from tdkernels.lang.context import data_at, rank, signal_at
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal, item_of_warps, request_by_warps, wait_for_ranks
 from tdkernels.lang.memory import pointer_to
-from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, place_of, send_partition
-from tdkernels.ops.dense.specialized.layout import (
+from tdkernels.ops.common.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -33,7 +32,8 @@ from tdkernels.ops.dense.specialized.layout import (
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.dense.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, place_of, send_partition
 
 
 @gluon.jit

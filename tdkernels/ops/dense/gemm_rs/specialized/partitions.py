@@ -8,8 +8,7 @@ from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
 from tdkernels.ops.common.gemm_tile import swizzle
-from tdkernels.ops.dense.segments import row_in_segments
-from tdkernels.ops.dense.specialized.layout import (
+from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_N,
@@ -20,8 +19,9 @@ from tdkernels.ops.dense.specialized.layout import (
     STAGES,
     read_item,
 )
-from tdkernels.ops.dense.specialized.load import end_items, load_steps
-from tdkernels.ops.dense.specialized.store import store_half
+from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
 

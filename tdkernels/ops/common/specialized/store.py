@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tdkernels.ops.dense.specialized.layout import HALF_M
+from tdkernels.ops.common.specialized.layout import HALF_M
 
 
 @gluon.jit

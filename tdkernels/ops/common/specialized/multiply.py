@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tdkernels.lang.gluon_signals import FOUR_WARPS
-from tdkernels.ops.dense.specialized.layout import (
+from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     FREE,
     FULL,
