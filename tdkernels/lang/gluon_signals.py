@@ -92,13 +92,19 @@ def _counter(ctx, QUEUE: tl.constexpr):
 
 
 @gluon.jit
-def request_by_warp(ctx, QUEUE: gl.constexpr):
-    """``fetch_work_item`` in a partition of one warp; ``item_of_warp`` returns the number."""
+def request_number(counter_ptr):
+    """Request the next number of an int32 counter, in a partition of one warp; ``item_of_warp`` returns it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0; mov.b32 $0, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=r,l,~{memory}", [_counter(ctx, QUEUE)], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,~{memory}", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1,
     )
+
+
+@gluon.jit
+def request_by_warp(ctx, QUEUE: gl.constexpr):
+    """``fetch_work_item`` in a partition of one warp; ``item_of_warp`` returns the number."""
+    return request_number(_counter(ctx, QUEUE))
 
 
 @gluon.jit

@@ -122,9 +122,16 @@ def _prepared(operands, prepare):
     return prepare(*[None if operand is None else operand.detach() for operand in operands])
 
 
-def output_spec(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a placeholder for a tensor that each call allocates: a meta tensor, which takes no memory."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
+def output_spec(
+    like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None, zeros: bool = False
+) -> torch.Tensor:
+    """Return a placeholder for a tensor that each call allocates: a meta tensor, which takes no memory.
+
+    ``zeros``: whether the tensor is initialized with zeros, by a further launch.
+    """
+    spec = torch.empty(shape, dtype=dtype or like.dtype, device="meta")
+    spec.is_zeros = zeros  # type: ignore[attr-defined]
+    return spec
 
 
 class _LocalWorkspace:
@@ -210,7 +217,9 @@ class Launch:
     ) -> None:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
-        self._output_specs = [(tuple(tensor.shape), tensor.dtype) for tensor in output_specs]
+        self._output_specs = [
+            (tuple(tensor.shape), tensor.dtype, getattr(tensor, "is_zeros", False)) for tensor in output_specs
+        ]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *output_specs)) if tensor is not None}
         call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
         self._passes_call_number = call_at is not None
@@ -233,8 +242,9 @@ class Launch:
         if self._checks_errors:
             workspace.check()
         outputs, values = [], []
-        for shape, dtype in self._output_specs:
-            outputs.append(operands[0].new_empty(shape, dtype=dtype))
+        for shape, dtype, zeros in self._output_specs:
+            first = operands[0]
+            outputs.append(first.new_zeros(shape, dtype=dtype) if zeros else first.new_empty(shape, dtype=dtype))
         tensors = (*operands, *outputs)
         for number in self._numbers:
             values.append(tensors[number])

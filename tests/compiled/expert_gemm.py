@@ -38,7 +38,8 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
     splits = torch.zeros(4, dtype=torch.int32)
     with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(grouped_gemm_launch, "default_tiles", lambda *_: tiles_for(arch, dtype))
+        config = GroupGemmConfig(tiles=tiles_for(arch, dtype))
+        patch.setattr(grouped_gemm_launch, "default_config", lambda *_: config)
         y, pre = grouped_gemm_launch.product(x, w, splits, activation, keep=True)
         dy = y if pre is None else grouped_gemm_launch.swiglu_backward(y, pre, splits, activation)
         grouped_gemm_launch.product(dy, w.transpose(1, 2), splits)

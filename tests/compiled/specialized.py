@@ -2,11 +2,14 @@
 
 import torch
 
-from tdkernels import AgGemmConfig, Tiles
+from tdkernels import AgGemmConfig, GroupGemmConfig, Tiles
 from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
 from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
+from tdkernels.ops.experts.grouped_gemm import launch_specialized as launch_group_gemm
+from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
 from tests.support.aot import PLAN
 
 TILES = Tiles(128, 256, 64, num_stages=3)
@@ -42,3 +45,16 @@ def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
     )
     assert constants["W_IS_KN"] == w_is_kn
     return ag_gemm_specialized_kernel, args, constants
+
+
+def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False):
+    """Return (kernel, args, kwargs)."""
+    x = torch.empty(ROWS, K, dtype=dtype)
+    w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
+    layout = grouped_gemm._layout(w, activation)
+    y, pre = torch.empty(ROWS, layout[1], dtype=dtype), torch.empty(ROWS, N, dtype=dtype) if keep else None
+    splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    config = GroupGemmConfig(tiles=TILES)
+    args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config)
+    assert constants["W_IS_KN"] == w_is_kn
+    return group_gemm_specialized_kernel, args, constants

@@ -6,7 +6,7 @@ import pytest
 
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import compile_gemm
-from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch
+from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch, group_gemm_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
@@ -31,6 +31,19 @@ def check(compiled, loops):
     return report, machine_code
 
 
+def check_spills(report, code, most):
+    """Check that at most this many bytes of a thread are spilled: values that are needed once per tile."""
+    assert max(map(int, re.findall(r"(\d+) bytes stack frame", report)), default=0) <= most
+    check_loop(code, [at for at, instruction in enumerate(code) if "HGMMA" in instruction])
+
+
+def check_loop(code, group):
+    """Check that nothing is spilled within the loops that have these instructions."""
+    for first, last in zip(group, group[1:], strict=False):
+        between = code[first:last] if last - first < 100 else []
+        assert not re.search(r"\b(LDL|STL)", "\n".join(between))
+
+
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
     (8, BF16, False, False), (2, FP16, True, True), (4, BF16, False, True),
     pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
@@ -47,15 +60,21 @@ def test_gemm_rs(ranks, dtype, w_is_kn, bias):
 ], ids=str)
 def test_ag_gemm(weights, dtype, w_is_kn, bias, fixed_half):
     report, code = check(compile_for(*ag_gemm_launch(weights, dtype, w_is_kn, bias, fixed_half), "sm_90"), [256, 128])
-    # Values that are needed once per tile are spilled, but none of a main loop or of the loop that pushes.
-    assert max(map(int, re.findall(r"(\d+) bytes stack frame", report)), default=0) <= 128
-    products = [at for at, instruction in enumerate(code) if "HGMMA" in instruction]
+    check_spills(report, code, 128)
     pushes = [at for at, instruction in enumerate(code) if re.search(r"(LDG|STG)\.E\.128", instruction)]
     assert len(pushes) == (32 if fixed_half else 16)  # 8 words of 16 bytes per thread, loaded and stored
-    for group in (products, pushes):
-        for first, last in zip(group, group[1:], strict=False):
-            between = code[first:last] if last - first < 100 else []
-            assert not re.search(r"\b(LDL|STL)", "\n".join(between))
+    check_loop(code, pushes)
+
+
+@pytest.mark.parametrize("experts, dtype, activation, w_is_kn, keep", [
+    (128, BF16, None, False, False), (3, FP16, None, True, False), (256, BF16, "swiglu", False, True),
+    pytest.param(8, FP16, "swiglu", False, False, marks=thorough),
+    pytest.param(512, BF16, "swiglu", False, True, marks=thorough),
+], ids=str)
+def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
+    launch = group_gemm_launch(experts, dtype, activation, w_is_kn, keep)
+    report, code = check(compile_for(*launch, "sm_90"), [256])
+    check_spills(report, code, 16)
 
 
 def test_signals_follow_their_tiles():
@@ -90,7 +109,9 @@ def test_rows_are_acquired_before_they_are_loaded():
         assert any(wait < fence < load for fence in fences)
 
 
-@pytest.mark.parametrize("launch", [lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16)])
+@pytest.mark.parametrize("launch", [
+    lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16), lambda: group_gemm_launch(4, BF16),
+])
 def test_barriers_are_those_of_a_partition(launch):
     """A barrier of all threads would wait for warps that never reach it."""
     ptx = compile_for(*launch(), "sm_90").asm["ptx"]

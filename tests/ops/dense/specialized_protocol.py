@@ -20,7 +20,8 @@ from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 BLOCK_M, BLOCK_N, BLOCK_K = SPECIALIZED_TILE
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
 _CONSTANTS = [
-    "BLOCK_K", "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_M", "HALF_N", "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES",
+    "BLOCK_K", "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES",
+    "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES",
 ]
 
 
@@ -168,8 +169,7 @@ class Run:
         engines = {"loads": lambda: self._engine(self.loads), "stores": lambda: self._engine(self.stores)}
         self.schedule.start({**self.threads(), **engines})
         found = [entry[1:] for entry in self.sent if entry[0] == "tile"]
-        expected = [(item, part, side) for item in range(self.items) for part in range(2) for side in self.sides(item)]
-        assert sorted(found) == sorted(expected)
+        assert sorted(found) == sorted(quarter for item in range(self.items) for quarter in self.quarters(item))
 
     # ---- what differs between the kernels ----
 
@@ -180,6 +180,10 @@ class Run:
     def sides(self, item):
         """Return the halves of its tile that a work item computes."""
         return 0, 1
+
+    def quarters(self, item):
+        """Return what leaves for a work item: (item, half of the rows, half of the columns)."""
+        return [(item, part, side) for part in range(2) for side in self.sides(item)]
 
     def names(self):
         """Return stand-ins for functions that only one kernel uses."""
@@ -193,10 +197,20 @@ class Run:
         """Return (work item, half of the rows) for the first row of an output."""
         raise NotImplementedError
 
-    def multiply(self, which, has_halves):
-        """Run a partition that multiplies."""
-        bars, keep = indexed(self.bars), self.code["no_epilogue"]
-        self.code["multiply_partition"](self.memory, bars, self.steps, None, which, False, has_halves, keep)
+    def side_of_output(self, desc, col):
+        """Return the half of its columns for the first column of an output."""
+        return col // HALF_N
+
+    def multiply(self, which, half, pass_on="pass_halves", passes=2):
+        """Run a partition that multiplies.
+
+        half: the name of what items with odd numbers are
+        pass_on, passes: the name of the function that passes on a tile, and the number of halves that it passes on
+        """
+        half, keep = getattr(layout, half).value, self.code["no_epilogue"]
+        self.code["multiply_partition"](
+            self.memory, indexed(self.bars), self.steps, None, which, half, False, keep, self.code[pass_on], passes
+        )
 
     # ---- stand-ins ----
 
@@ -204,7 +218,8 @@ class Run:
         tree = ast.parse(source)
         tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
         gl = SimpleNamespace(
-            constexpr=int, static_range=range, maximum=max, float32="fp32", zeros=lambda *_: [],
+            constexpr=int, static_range=range, maximum=max, max=lambda values, dim: max(values), float32="fp32",
+            zeros=lambda *_: [],
             where=lambda condition, one, other: one if condition else other, NVMMADistributedLayout=lambda *_: None,
         )
         names = {
@@ -221,7 +236,7 @@ class Run:
         }
         names |= {name: getattr(layout, name).value for name in _CONSTANTS}
         exec(compile(tree, self.partitions.__file__, "exec"), names)
-        names["_halves"] = lambda acc: (acc.half(0), acc.half(1))
+        names["halves_of"] = lambda acc: (acc.half(0), acc.half(1))
         names.update(self.names())
         return names
 
@@ -263,7 +278,7 @@ class Run:
         self.unread, self.unfinished = self.unread + 1, self.unfinished + 1
         _, row, col = at
         item, part = self.place_of_output(desc, row)
-        side = col // HALF_N
+        side = self.side_of_output(desc, col)
 
         def read():
             assert cell.fenced, "TMA reads a store that is not fenced"

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
 from tdkernels.ops.dense.gemm_rs.specialized import partitions as gemm_rs_partitions
+from tdkernels.ops.experts.grouped_gemm.specialized import partitions as group_gemm_partitions
 from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, BLOCK_N, HALF_M, HALF_N, Run, indexed
 
 
@@ -34,8 +35,8 @@ class GemmRsRun(Run):
             self.closed = True
 
         return {
-            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, False),
-            "multiply 1": lambda: self.multiply(1, False),
+            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES"),
+            "multiply 1": lambda: self.multiply(1, "NO_HALVES"),
         }
 
     def names(self):
@@ -96,8 +97,8 @@ class AgGemmRun(Run):
                 self.schedule.until()
 
         return {
-            "load": load, "store": store, "arrive": arrive, "multiply 0": lambda: self.multiply(0, True),
-            "multiply 1": lambda: self.multiply(1, True),
+            "load": load, "store": store, "arrive": arrive, "multiply 0": lambda: self.multiply(0, "HALF_COLUMNS"),
+            "multiply 1": lambda: self.multiply(1, "HALF_COLUMNS"),
         }
 
     def names(self):
@@ -135,3 +136,95 @@ class AgGemmRun(Run):
 
     def place_of_output(self, desc, row):
         return row // BLOCK_M, row % BLOCK_M // HALF_M
+
+
+class GroupGemmRun(Run):
+    """A program of ``group_gemm_specialized_kernel``. Each tile is a group with as many rows as ``ends`` says.
+
+    With ``is_pair`` the halves of a tile are the input of SwiGLU, and side 2 is its output.
+    """
+
+    partitions = group_gemm_partitions
+
+    def __init__(self, seed, items, steps, is_pair, source=None):
+        self.is_pair = is_pair
+        super().__init__(seed, items, steps, source)
+        self.ends = [self.schedule.random.choice([BLOCK_M, BLOCK_M - 1, HALF_M + 1, HALF_M, 1]) for _ in range(items)]
+
+    def quarters(self, item):
+        parts = range(2 if self.ends[item] > HALF_M else 1)
+        return [(item, part, side) for part in parts for side in range(3 if self.is_pair else 2)]
+
+    def threads(self):
+        bars = indexed(self.bars)
+        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        x, y, pre = (SimpleNamespace(name=name, **form) for name in ("x", "y", "pre"))
+        problem = HALF_N if self.is_pair else BLOCK_N, self.steps * BLOCK_K, 1, 1
+        splits, pair = [self.items], self.is_pair
+
+        def load():
+            operands = x, "weight"
+            self.code["load_partition"](operands, self.memory, bars, splits, None, problem, self.steps, 1, pair, False)
+
+        def store():
+            outputs = ("y", y), ("pre", pre)
+            self.code["store_partition"](self.memory, bars, *outputs, splits, problem, 1, pair, pair)
+            self.closed = True
+
+        def multiply(which):
+            how = ("pass_swiglu_and_input", 3) if pair else ("pass_halves", 2)
+            return lambda: self.multiply(which, "HALF_ROWS", *how)
+
+        return {"load": load, "store": store, "multiply 0": multiply(0), "multiply 1": multiply(1)}
+
+    def names(self):
+        return {
+            "_groups_of": lambda splits, tiles_n, experts: (None, splits), "_place_of": self._place_of,
+            "request_number": lambda counter: None, "partition_barrier": self.schedule.until,
+            "swiglu": lambda gate, up: _Activated(gate, up), "_store_rows": self._store_rows,
+        }
+
+    def _place_of(self, tile, groups, problem):
+        # Expert 0, so that the weight of each tile begins at column 0.
+        return 0, tile * BLOCK_M, tile * BLOCK_M + self.ends[tile], 0
+
+    def place(self, desc, plane, row):
+        item, part = row // BLOCK_M, row % BLOCK_M // HALF_M
+        assert part * HALF_M < self.ends[item], "multiplies rows of no group"
+        return item, part
+
+    def _load(self, desc, at, bar, cell, pred=True):
+        if desc != "weight":
+            _, row, _ = at
+            is_needed = row % BLOCK_M < self.ends[row // BLOCK_M]
+            assert bool(pred) == is_needed, "loads rows of no group, or not all of a group"
+        super()._load(desc, at, bar, cell, pred)
+
+    def place_of_output(self, desc, row):
+        item = row // BLOCK_M
+        assert self.ends[item] == BLOCK_M, "TMA stores rows of another group"
+        return item, row % BLOCK_M // HALF_M
+
+    def side_of_output(self, desc, col):
+        return 2 if self.is_pair and desc.name == "y" else col // HALF_N
+
+    def _store_rows(self, cell, ptr, row, col, end, width, N):  # noqa: N803
+        """Threads store the rows before ``end``, as ``_store_rows`` of the partitions does."""
+        self.schedule.until()
+        item, part = row // BLOCK_M, row % BLOCK_M // HALF_M
+        assert end == item * BLOCK_M + self.ends[item] and self.ends[item] < BLOCK_M and col < N
+        side = 2 if self.is_pair and ptr == "y" else col // HALF_N
+        if row < end:
+            assert cell.value == (item, part, side), (cell.value, item, part, side)
+            self.sent.append(("tile", item, part, side))
+
+
+class _Activated:
+    """The SwiGLU of half of the rows of a tile."""
+
+    def __init__(self, gate, up):
+        assert (gate.item, gate.part, gate.sides, up.sides) == (up.item, up.part, (0,), (1,))
+        self.gate = gate
+
+    def to(self, dtype):
+        return self.gate.item, self.gate.part, 2

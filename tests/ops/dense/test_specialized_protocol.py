@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops.dense.specialized_protocol import source_of
-from tests.ops.dense.specialized_runs import AgGemmRun, GemmRsRun
+from tests.ops.dense.specialized_runs import AgGemmRun, GemmRsRun, GroupGemmRun
 from tests.support.subset import THOROUGH
 
 SIZES = [(0, 3), (1, 1), (1, 9), (2, 2), (3, 4), (5, 7)]  # work items, steps
@@ -24,38 +24,67 @@ def test_ag_gemm_in_any_order(items, steps, slice_steps):
         AgGemmRun(seed, items, steps, slice_steps)()
 
 
+@pytest.mark.parametrize("items, steps", SIZES)
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_group_gemm_in_any_order(items, steps, is_pair):
+    for seed in range(SEEDS):
+        GroupGemmRun(seed, items, steps, is_pair)()
+
+
 LAST_ARRIVAL = (
     "    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n    if WHICH == 0:\n        write_item(memory[4]",
     "    if WHICH == 0:\n        mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n        write_item(memory[4]",
 )
-OF_BOTH = {
+OF_ALL = {
     "the last arrival of a partition does not wait": LAST_ARRIVAL,
     "a stage is free when its product has begun": ("warpgroup_mma_wait(1, ", "warpgroup_mma_wait(2, "),
     "a half does not wait for the one before": (
         "    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n    out.index", "    out.index",
     ),
-    "a half is free before it has been read": ("            tma.store_wait(0)  # the half has been read\n", ""),
     "a store is not fenced": ("    fence_async_shared()\n", ""),
     "loads do not wait": ("    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)\n", ""),
     "an item is not passed on": ("        write_item(sent.index(0), item, FOUR_WARPS)\n", "        pass\n"),
 }
-OF_GEMM_RS = {"a signal does not wait for its tile": ("        await_tma_stores()\n", "")}
+EARLY = "a half is free before it has been read"
+OF_GEMM_RS = {
+    EARLY: ("            tma.store_wait(0)  # the half has been read\n", ""),
+    "a signal does not wait for its tile": ("        await_tma_stores()\n", ""),
+}
 OF_AG_GEMM = {
+    EARLY: OF_GEMM_RS[EARLY],
     "a half of a tile counts as two": ("range(2 - code % 2)", "range(2)"),
     "rows are read before they arrive": ("    if is_own == 0:\n", "    if False:\n"),
     "a slice has the signal of the one before": ("first_ptr + slice_id,", "first_ptr + max(slice_id - 1, 0),"),
-    "a half of a tile loads all of the weight": ("stage, 1, is_whole, W_IS_KN", "stage, 1, True, W_IS_KN"),
+    "a half of a tile loads all of the weight": ("stage, 1, has_last_columns, W_IS_KN", "stage, 1, True, W_IS_KN"),
 }
 
 
-@pytest.mark.parametrize("mutant", OF_BOTH | OF_GEMM_RS)
+OF_GROUP_GEMM = {
+    EARLY: ("        tma.store_wait(0)\n", ""),
+    "stages of a skipped tile are not freed": ("        mbarrier.arrive(bars.index(FREE + stage), count=1)\n", ""),
+    "a skipped half does not wait for the one before": (
+        "    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n    mbarrier.arrive", "    mbarrier.arrive",
+    ),
+    "rows of the next group are stored": ("row + BLOCK_M <= end", "row + HALF_M <= end"),
+    "rows of the next group are multiplied": ("is_whole = row + HALF_M < end", "is_whole = row < end"),
+    "half of the rows are skipped": ("is_whole = row + HALF_M < end", "is_whole = row + HALF_M + 1 < end"),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)
 def test_errors_in_gemm_rs_are_found(mutant):
-    _finds(lambda seed, source: GemmRsRun(seed, 3, 6, 2, source), OF_BOTH | OF_GEMM_RS, mutant)
+    _finds(lambda seed, source: GemmRsRun(seed, 3, 6, 2, source), OF_ALL | OF_GEMM_RS, mutant)
 
 
-@pytest.mark.parametrize("mutant", OF_BOTH | OF_AG_GEMM)
+@pytest.mark.parametrize("mutant", OF_ALL | OF_AG_GEMM)
 def test_errors_in_ag_gemm_are_found(mutant):
-    _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source), OF_BOTH | OF_AG_GEMM, mutant)
+    _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source), OF_ALL | OF_AG_GEMM, mutant)
+
+
+@pytest.mark.parametrize("mutant", OF_ALL | OF_GROUP_GEMM)
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_errors_in_group_gemm_are_found(mutant, is_pair):
+    _finds(lambda seed, source: GroupGemmRun(seed, 5, 6, is_pair, source), OF_ALL | OF_GROUP_GEMM, mutant)
 
 
 def _finds(run, mutants, mutant):

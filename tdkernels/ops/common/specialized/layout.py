@@ -7,7 +7,8 @@ Barriers of shared memory are of the kind "mbarrier":
     OUT_FULL  both of these have stored their part of half a tile
     OUT_FREE  it has been read
 
-A tile leaves in two halves, columns 0 to HALF_N - 1 first. Half a tile can be a work item of its own.
+A tile leaves in two halves, columns 0 to HALF_N - 1 first. A kernel can have work items that are half a tile: its first
+or last HALF_N columns (HALF_COLUMNS), or its first HALF_M rows (HALF_ROWS). Their numbers are odd then.
 """
 
 from triton.experimental import gluon
@@ -26,6 +27,7 @@ WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120]
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
+NO_HALVES, HALF_COLUMNS, HALF_ROWS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # work items with odd numbers
 
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 

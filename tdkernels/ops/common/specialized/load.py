@@ -10,8 +10,11 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     FREE,
     FULL,
+    HALF_COLUMNS,
     HALF_M,
     HALF_N,
+    HALF_ROWS,
+    NO_HALVES,
     NO_ITEM,
     ONE_WARP,
     STAGES,
@@ -28,38 +31,59 @@ def _await_stage(bars, turn):
 
 
 @gluon.jit
-def _load_weight(w_desc, col, k, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
-    """Load HALF_N columns of the product, as half number ``side`` of the weight of a stage."""
+def _load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
+    """Load HALF_N columns of the product, as half number ``side`` of the weight of a stage.
+
+    ``row`` and ``col``: position of the block in the weight; ``row`` is along K
+    """
     w = memory[1]
     if W_IS_KN:
         part = w.index(stage).slice(side * HALF_N, HALF_N, 1)
-        tma.async_copy_global_to_shared(w_desc, [k, col + side * HALF_N], full, part, pred=is_needed)
+        tma.async_copy_global_to_shared(w_desc, [row, col], full, part, pred=is_needed)
     else:
         part = w.index(stage).slice(side * HALF_N, HALF_N, 0)
-        tma.async_copy_global_to_shared(w_desc, [col + side * HALF_N, k], full, part, pred=is_needed)
+        tma.async_copy_global_to_shared(w_desc, [col, row], full, part, pred=is_needed)
 
 
 @gluon.jit
-def load_steps(operands, memory, bars, item, plane, row, col, is_whole, turn, first, last, W_IS_KN: gl.constexpr):
+def _expect(full, is_whole, HALF: gl.constexpr):
+    """Announce the bytes of a step."""
+    if HALF == NO_HALVES:
+        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+    else:
+        half: gl.constexpr = BLOCK_M + HALF_N if HALF == HALF_COLUMNS else HALF_M + BLOCK_N
+        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2, pred=is_whole)
+        mbarrier.expect(full, half * BLOCK_K * 2, pred=is_whole == 0)
+
+
+@gluon.jit
+def load_steps(
+    operands, memory, bars, item, place, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr
+):
     """Load the steps ``first`` to ``last`` of K of a tile. Return ``turn``, the number of steps so far.
 
     operands: (descriptor of x [planes, rows, K] for [1, HALF_M, BLOCK_K] elements, descriptor of the weight)
-    is_whole: whether the item is a whole tile; otherwise it is HALF_N columns of one
+    place: (plane and first row of x, first column of each half of the weight, row of the weight where K begins)
+    is_whole: whether the item is a whole tile; otherwise it is the half that HALF says
     """
     x_desc, w_desc = operands
+    plane, row, left, right, above = place
     x = memory[0]
+    # True, or a value that is known at run time only.
+    has_last_rows = is_whole if HALF == HALF_ROWS else True
+    has_last_columns = is_whole if HALF == HALF_COLUMNS else True
     for step in range(first, last):
         stage = _await_stage(bars, turn)
         write_item(memory[3].index(stage), item, ONE_WARP)
         full = bars.index(FULL + stage)
         k = step * BLOCK_K
-        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2, pred=is_whole)
-        mbarrier.expect(full, (BLOCK_M + HALF_N) * BLOCK_K * 2, pred=is_whole == 0)
+        _expect(full, is_whole, HALF)
         for part in gl.static_range(2):
             rows = x.index(2 * stage + part)._reinterpret(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
-            tma.async_copy_global_to_shared(x_desc, [plane, row + part * HALF_M, k], full, rows)
-        _load_weight(w_desc, col, k, full, memory, stage, 0, True, W_IS_KN)
-        _load_weight(w_desc, col, k, full, memory, stage, 1, is_whole, W_IS_KN)
+            is_needed = has_last_rows if part > 0 else True
+            tma.async_copy_global_to_shared(x_desc, [plane, row + part * HALF_M, k], full, rows, pred=is_needed)
+        _load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
+        _load_weight(w_desc, above + k, right, full, memory, stage, 1, has_last_columns, W_IS_KN)
         turn += 1
     return turn
 

@@ -17,8 +17,10 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     FREE,
     FULL,
+    HALF_COLUMNS,
     HALF_M,
     HALF_N,
+    HALF_ROWS,
     NO_ITEM,
     OUT_FREE,
     OUT_FULL,
@@ -53,7 +55,18 @@ def _multiply_tile(memory, bars, turn, steps, WHICH: gl.constexpr, WIDTH: gl.con
 
 
 @gluon.jit
-def _halves(tile):
+def _skip_tile(bars, turn, steps):
+    """Free the operands of a tile that the other partition computes alone. Return the number of steps so far."""
+    for _ in range(steps):
+        stage = turn % STAGES
+        mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)
+        mbarrier.arrive(bars.index(FREE + stage), count=1)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def halves_of(tile):
     """Return columns 0 to HALF_N - 1 and the others of [HALF_M, BLOCK_N]. No element moves to another thread."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 16])
     left, right = tile.reshape((HALF_M, 2, HALF_N)).permute((0, 2, 1)).split()
@@ -61,8 +74,11 @@ def _halves(tile):
 
 
 @gluon.jit
-def _pass_on(memory, bars, part, item, number, WHICH: gl.constexpr, IS_FIRST: gl.constexpr):
-    """Store HALF_M rows of half a tile for the warp that sends or stores it. Return the number of halves so far."""
+def pass_on(memory, bars, part, item, number, WHICH: gl.constexpr, IS_FIRST: gl.constexpr):
+    """Store HALF_M rows of half a tile for the warp that sends or stores it. Return the number of halves so far.
+
+    IS_FIRST: whether it is the first half of its work item
+    """
     _, _, out, _, sent = memory
     mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
     out.index(WHICH).store(part)
@@ -74,20 +90,51 @@ def _pass_on(memory, bars, part, item, number, WHICH: gl.constexpr, IS_FIRST: gl
 
 
 @gluon.jit
-def _compute(
-    memory, bars, item, epilogue, steps, counts, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
-    """Compute a work item with WIDTH columns. Return the numbers of steps and of halves so far."""
-    turn, number = counts
+def _pass_nothing(bars, number):
+    """Take part in a half that the other partition passes on. Return the number of halves so far."""
+    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
+    mbarrier.arrive(bars.index(OUT_FULL), count=1)
+    return number + 1
+
+
+@gluon.jit
+def pass_halves(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Pass on both halves of a tile. Return the number of halves so far."""
     dtype: gl.constexpr = memory[2].dtype
-    acc, turn = _multiply_tile(memory, bars, turn, steps, WHICH, WIDTH, W_IS_KN)
-    if WIDTH == BLOCK_N:
-        left, right = _halves(acc)
-        number = _pass_on(memory, bars, EPILOGUE(left, item, 0, epilogue).to(dtype), item, number, WHICH, True)
-        number = _pass_on(memory, bars, EPILOGUE(right, item, 1, epilogue).to(dtype), item, number, WHICH, False)
-    else:
-        number = _pass_on(memory, bars, EPILOGUE(acc, item, 0, epilogue).to(dtype), item, number, WHICH, True)
+    left, right = halves_of(acc)
+    number = pass_on(memory, bars, EPILOGUE(left, item, 0, epilogue).to(dtype), item, number, WHICH, True)
+    return pass_on(memory, bars, EPILOGUE(right, item, 1, epilogue).to(dtype), item, number, WHICH, False)
+
+
+@gluon.jit
+def _compute(
+    memory, bars, item, epilogue, steps, counts, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, EPILOGUE: gl.constexpr,
+    PASS: gl.constexpr,
+):
+    """Compute HALF_M rows of a whole tile. Return the numbers of steps and of halves so far."""
+    turn, number = counts
+    acc, turn = _multiply_tile(memory, bars, turn, steps, WHICH, BLOCK_N, W_IS_KN)
+    return turn, PASS(memory, bars, acc, item, number, epilogue, WHICH, EPILOGUE)
+
+
+@gluon.jit
+def _compute_half(
+    memory, bars, item, epilogue, steps, counts, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASSES: gl.constexpr,
+):
+    """Compute this partition's part of half a tile, if it differs from its part of a whole tile.
+
+    Return the numbers of steps and of halves so far.
+    """
+    turn, number = counts
+    if HALF == HALF_COLUMNS:
+        dtype: gl.constexpr = memory[2].dtype
+        acc, turn = _multiply_tile(memory, bars, turn, steps, WHICH, HALF_N, W_IS_KN)
+        number = pass_on(memory, bars, EPILOGUE(acc, item, 0, epilogue).to(dtype), item, number, WHICH, True)
+    else:  # these rows do not belong to the item
+        turn = _skip_tile(bars, turn, steps)
+        for _ in gl.static_range(PASSES):
+            number = _pass_nothing(bars, number)
     return turn, number
 
 
@@ -99,24 +146,28 @@ def no_epilogue(half, item, side, epilogue):
 
 @gluon.jit
 def multiply_partition(
-    memory, bars, steps, epilogue, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, HAS_HALVES: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    memory, bars, steps, epilogue, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr,
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
-    HAS_HALVES: odd numbers are items with HALF_N columns; otherwise all items are whole tiles
+    HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
     EPILOGUE: (HALF_M rows of half a tile in fp32, item, half of the item, ``epilogue``) -> the same before rounding
+    PASS: passes on a whole tile, like ``pass_halves``, as PASSES halves
     """
+    has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far
     number = 0  # halves of tiles so far
     mbarrier.wait(bars.index(FULL), 0)
     item = read_item(memory[3].index(0), FOUR_WARPS)
     while item != NO_ITEM:
         counts = turn, number
-        if (item % 2 if HAS_HALVES else 0) == 0:
-            turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, BLOCK_N, W_IS_KN, EPILOGUE)
+        if (item % 2 if has_halves else 0) == 0:
+            turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, W_IS_KN, EPILOGUE, PASS)
         else:
-            turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, HALF_N, W_IS_KN, EPILOGUE)
+            turn, number = _compute_half(
+                memory, bars, item, epilogue, steps, counts, WHICH, HALF, W_IS_KN, EPILOGUE, PASSES
+            )
         mbarrier.wait(bars.index(FULL + turn % STAGES), (turn // STAGES) & 1)
         item = read_item(memory[3].index(turn % STAGES), FOUR_WARPS)
     # Both partitions wait. Otherwise this arrival could count for the half before, in place of the other partition.

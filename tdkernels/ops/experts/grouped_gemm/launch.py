@@ -1,6 +1,7 @@
 """Launch the kernels of group_gemm and its gradients, or compile them ahead of time."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -8,15 +9,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import BLOCK, Scales, out_dtype_of
 from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles
+from tdkernels.ops.experts.grouped_gemm import launch_specialized
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, default_config
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
-
-if TYPE_CHECKING:
-    from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
 # Constants of the weight gradient. The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the
 # tensor cores. A group with at least _LONG_GROUP rows gets larger tiles.
@@ -122,11 +122,16 @@ def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles)
     return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
 
 
-def _tiles_for(rows, n, x, config, scales=None):
+def _config_for(x, w, config, scales=None):
+    """Return the config with a tile. If it has none, the heuristic one is selected."""
     if config is not None and config.tiles is not None:
-        return config.tiles
+        return config
+    rows, (n, k) = x.shape[0] // w.shape[0], w.shape[1:]
+    if config is None and scales is None:
+        return default_config(rows, n, k, x.dtype, x.device)
     tiles = default_tiles(rows, n, x.dtype, x.device)
-    return tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
+    tiles = tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
+    return replace(config or GroupGemmConfig(), tiles=tiles)
 
 
 def product(
@@ -156,12 +161,12 @@ def linear_by_tree(
     """
     x, w = gemm_operands.rows_contiguous(x), weight_layout(weight.unsqueeze(0))[0]
     splits = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    workspace = local_workspace_of(x.device)
+    workspace, tiles = local_workspace_of(x.device), _config_for(x, w, config).tiles
     key = "linear by tree", leaves, config, out_dtype, gemm_operands.dot_precision(x.dtype)
 
     def prepare(x, w, splits):
         y = output_spec(x, x.shape[0], w.shape[1], dtype=out_dtype)
-        args, constants, tiles = _arguments(x, w, splits, y, None, None, config, None)
+        args, constants = _arguments(x, w, splits, y, None, None, tiles, None)
         constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves)
         grid = (min(tiles.count(x.shape[0], w.shape[1]), gpu.resident_programs(x.device, tiles, x.dtype)),)
         return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), [y], [])
@@ -206,12 +211,26 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     made = [output_spec(x, rows, width // 2 if activation else width, dtype=dtype)]
     if keep:
         made.append(output_spec(x, rows, width, dtype=dtype))
-    args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config, scales)
-    tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
-    upper = (rows // tiles.block_m + min(experts, rows)) * tiles_n
-    grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
+    y, pre = made[0], made[1] if keep else None
     operands = x, w, splits, *gemm_operands.scale_operands(scales)
+    layout, config = _layout(w, activation), _config_for(x, w, config, scales)
+    if scales is None and launch_specialized.supports(x, w, layout, activation, config):
+        counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
+        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config)
+        made.append(counter)
+        grid = (launch_specialized.num_programs(rows, experts, layout, x.device),)
+        return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [])
+    tiles = config.tiles
+    args, constants = _arguments(x, w, splits, y, pre, activation, tiles, scales)
+    upper = (rows // tiles.block_m + min(experts, rows)) * cdiv(layout[1], constants["PRODUCT"].block_n)
+    grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
     return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
+
+
+def _layout(w, activation):
+    """Return (planes, N of a plane, strides of planes and rows, is_kn) of a weight that needs no copy."""
+    _, *strides, is_kn = weight_layout(w, activation)
+    return *planes_of(w, activation), strides, is_kn
 
 
 def compile(
@@ -220,22 +239,27 @@ def compile(
     """Compile the kernel that ``product`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":
         return  # interpreted
-    x = gemm_operands.rows_contiguous(x)
-    args, constants, _ = _arguments(x, w, splits, x.new_empty(1), None, activation, config, None)
+    x, w = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0]
+    layout, config = _layout(w, activation), _config_for(x, w, config)
+    if launch_specialized.supports(x, w, layout, activation, config):
+        y = x.new_empty(x.shape[0], layout[1])
+        args, constants = launch_specialized.arguments(x, w, layout, splits, splits, y, None, config)
+        launch_specialized.kernel().warmup(*args, grid=(1,), **constants)
+        return
+    args, constants = _arguments(x, w, splits, x.new_empty(1), None, activation, config.tiles, None)
     group_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def _arguments(x, w, splits, y, pre, activation, config, scales):
+def _arguments(x, w, splits, y, pre, activation, tiles, scales):
     rows, k = x.shape
     experts = w.shape[0]
-    tiles = _tiles_for(rows // experts, w.shape[1], x, config, scales)
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
     w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
     x_desc = rows_descriptor(x, constants, tiles)
     args = x, x_desc, w, w_desc, *gemm_operands.scale_pointers(scales), splits, y, pre
     args = *args, experts, rows, n, k, *strides, tiles.group_m
-    return args, {"EXPERTS": next_power_of_2(experts), **constants}, tiles
+    return args, {"EXPERTS": next_power_of_2(experts), **constants}
 
 
 def ends_of_groups(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

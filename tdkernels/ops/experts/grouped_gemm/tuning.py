@@ -17,7 +17,8 @@ import torch
 
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
 from tdkernels.ops.experts.grouped_gemm import dispatch, launch, op
@@ -91,7 +92,7 @@ class GroupGemmTunable(ConfigTunable):
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
             return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
-        return grouped_gemm_config.default_config(rows // experts, n, problem.torch_dtype, device)
+        return grouped_gemm_config.default_config(rows // experts, n, k, problem.torch_dtype, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         if problem.layout == DW:  # it sums over the rows
@@ -102,7 +103,17 @@ class GroupGemmTunable(ConfigTunable):
         tiles = dense.tile_space(device, problem.torch_dtype)
         if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:
             tiles = [*tiles, *_SMALL]
-        return [GroupGemmConfig(tiles=each) for each in tiles]
+        configs = [GroupGemmConfig(tiles=each) for each in tiles]
+        if problem.layout not in (DW, "swiglu_interleaved") and self._suits(problem, device):
+            configs.append(GroupGemmConfig(tiles=LARGE, warp_specialize=True))
+        return configs
+
+    def _suits(self, problem, device):
+        return suits(LARGE, *problem.shape[1:3], problem.torch_dtype, device)
+
+    def compiled(self, config: GroupGemmConfig) -> tuple | None:
+        tiles = super().compiled(config)
+        return tiles and (config.warp_specialize, *tiles)
 
     def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         rows, n, k, experts = problem.shape
@@ -110,15 +121,17 @@ class GroupGemmTunable(ConfigTunable):
         reading = floors.memory_bytes / hardware.memory
         if config.method == "torch":
             return 1e3 * (max(floors.flops / hardware.flops, reading) + _LAUNCH_S)
-        computed = self._tiles_s(config.tiles, problem, hardware)
+        computed = self._tiles_s(config, problem, hardware)
         return 1e3 * (max(computed, reading) + _LAUNCH_S)
 
-    def _tiles_s(self, tiles, problem, hardware):
+    def _tiles_s(self, config, problem, hardware):
         """Return the seconds of the product, including the padding of its tiles."""
         rows, n, k, experts = problem.shape
+        tiles = config.tiles
+        step = tiles.block_m // 2 if config.warp_specialize else tiles.block_m  # of rows that are not skipped
         each = cdiv(rows, experts)
         height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
-        padded = experts * round_up(height, tiles.block_m)
+        padded = experts * round_up(height, step)
         return dense.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
 
     def floors(self, problem: "Problem") -> Floors:

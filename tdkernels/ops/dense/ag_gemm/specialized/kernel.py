@@ -27,12 +27,13 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
+    HALF_COLUMNS,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
 from tdkernels.ops.dense.ag_gemm.specialized.partitions import add_bias, load_partition, store_partition
 from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
 
@@ -88,11 +89,11 @@ def ag_gemm_specialized_kernel(
     y_descs = y_desc, y_desc_2, y_desc_3
     has_bias: gl.constexpr = bias_ptr is not None
     epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3)
-    finish_half: gl.constexpr = add_bias if has_bias else no_epilogue
+    biased: gl.constexpr = add_bias if has_bias else no_epilogue
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, epilogue, 0, W_IS_KN, True, finish_half)),
-            (multiply_partition, (memory, bars, steps, epilogue, 1, W_IS_KN, True, finish_half)),
+            (multiply_partition, (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, biased, pass_halves, 2)),
+            (multiply_partition, (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, biased, pass_halves, 2)),
             (push_partition, (ctx, x_ptr.to(gl.int64), half, signal, shard, gl.program_id(0), num_comm, FIXED_HALF)),
             (
                 load_partition,

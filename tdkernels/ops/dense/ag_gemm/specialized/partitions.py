@@ -17,6 +17,7 @@ from tdkernels.lang.signals import wait_plan
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
+    HALF_COLUMNS,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
@@ -103,17 +104,18 @@ def load_partition(
         first_ptr = signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * (last + 1))
         descs = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
+        place = plane, row, col, col + HALF_N, 0
         code = 2 * item + gl.where(is_whole, 0, 1)
         for slice_id in range(last):
             _await_slice(ctx, first_ptr, slice_id, signal, source, is_own)
             first = slice_id * slice_steps
             turn = load_steps(
-                descs, memory, bars, code, plane, row, col, is_whole, turn, first, first + slice_steps, W_IS_KN
+                descs, memory, bars, code, place, is_whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
             )
         answer = request_by_warp(ctx, 0)
         _await_slice(ctx, first_ptr, last, signal, source, is_own)
         first = last * slice_steps
-        turn = load_steps(descs, memory, bars, code, plane, row, col, is_whole, turn, first, steps, W_IS_KN)
+        turn = load_steps(descs, memory, bars, code, place, is_whole, turn, first, steps, HALF_COLUMNS, W_IS_KN)
         item = _next_item(ctx, answer, num_items, order, weights)
     end_items(memory, bars, turn)
 

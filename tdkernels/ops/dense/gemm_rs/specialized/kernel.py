@@ -27,12 +27,13 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
+    NO_HALVES,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue
+from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
 from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, place_of, send_partition
 
 
@@ -118,8 +119,8 @@ def gemm_rs_specialized_kernel(
     epilogue: gl.constexpr = no_epilogue
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, None, 0, W_IS_KN, False, epilogue)),
-            (multiply_partition, (memory, bars, steps, None, 1, W_IS_KN, False, epilogue)),
+            (multiply_partition, (memory, bars, steps, None, 0, NO_HALVES, W_IS_KN, epilogue, pass_halves, 2)),
+            (multiply_partition, (memory, bars, steps, None, 1, NO_HALVES, W_IS_KN, epilogue, pass_halves, 2)),
             (
                 _add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),

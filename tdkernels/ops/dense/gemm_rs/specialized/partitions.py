@@ -12,6 +12,7 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_N,
+    NO_HALVES,
     NO_ITEM,
     ONE_WARP,
     OUT_FREE,
@@ -54,9 +55,10 @@ def load_partition(
         row, col = place_of(item // RANKS, problem, RANKS)
         row = row_in_segments(row, (me + 1 + item % RANKS) % RANKS, RANKS, segment_rows)
         middle = gl.maximum(steps - STAGES, 0)
-        turn = load_steps(operands, memory, bars, item, 0, row, col, True, turn, 0, middle, W_IS_KN)
+        place = 0, row, col, col + HALF_N, 0
+        turn = load_steps(operands, memory, bars, item, place, True, turn, 0, middle, NO_HALVES, W_IS_KN)
         answer = request_by_warp(ctx, 0)
-        turn = load_steps(operands, memory, bars, item, 0, row, col, True, turn, middle, steps, W_IS_KN)
+        turn = load_steps(operands, memory, bars, item, place, True, turn, middle, steps, NO_HALVES, W_IS_KN)
         item = item_of_warp(answer)
     end_items(memory, bars, turn)
 

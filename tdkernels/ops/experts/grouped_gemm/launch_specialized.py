@@ -1,0 +1,77 @@
+"""Launch the warp-specialized kernel of group_gemm."""
+
+from typing import Any
+
+import torch
+
+from tdkernels.lang.tested_versions import triton_is_tested
+from tdkernels.ops.common.specialized import launch as specialized
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.gluon import descriptor, optional_kernel
+
+_BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
+_LEAST_EXPERTS = 32  # a group for each lane of a warp
+
+
+@optional_kernel("group_gemm: the warp-specialized kernel")
+def kernel() -> Any:
+    from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
+
+    return group_gemm_specialized_kernel
+
+
+def supports(
+    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
+) -> bool:
+    """Return whether the kernel runs x [R, K] and a weight w.
+
+    ``layout`` is (planes, N of a plane, strides of planes and rows, is_kn), see ``launch.weight_layout``. The planes
+    must be adjacent, because they are read as one matrix.
+    """
+    if not specialized.is_enabled(config):
+        return False
+    (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
+    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or activation not in (None, "swiglu") or min(n, k) < 2:
+        return False
+    if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or is_kn and k % _BLOCK_K:
+        return False
+    starts = x.data_ptr(), w.data_ptr(), 2 * k, 2 * n, 2 * stride_w
+    if any(start % 16 for start in starts) or planes * max(n, k) >= 1 << 31 or recorder.active is not None:
+        return False
+    return triton_is_tested() and kernel() is not None
+
+
+def _output_descriptor(y):
+    return descriptor(y, [1, *y.shape], [y.numel(), y.shape[1], 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
+
+
+def arguments(
+    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], splits: torch.Tensor,
+    counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (arguments, constants) of the kernel for operands that ``supports`` accepts.
+
+    ``counter`` is an int32 zero.
+    """
+    (planes, n, (_, stride_w), is_kn), (rows, k), experts = layout, x.shape, w.shape[0]
+    if is_kn:
+        w_desc = descriptor(w, [planes * k, n], [stride_w, 1], [_BLOCK_K, _BLOCK_N // 2])
+    else:
+        w_desc = descriptor(w, [planes * n, k], [stride_w, 1], [_BLOCK_N // 2, _BLOCK_K])
+    x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
+    of_pre = (None, None) if pre is None else (pre, _output_descriptor(pre))
+    args = x_desc, w_desc, splits, counter, y, _output_descriptor(y), *of_pre, experts, rows, n, k, config.tiles.group_m
+    constants = {
+        "EXPERTS": max(next_power_of_2(experts), _LEAST_EXPERTS), "PAIR": planes > experts, "W_IS_KN": is_kn,
+        "num_warps": 4,
+    }
+    return args, constants
+
+
+def num_programs(rows: int, experts: int, layout: tuple[int, int, list[int], bool], device: torch.device) -> int:
+    """Return the number of programs: at most one for each multiprocessor."""
+    planes, n = layout[:2]
+    tiles_n = cdiv(n, _BLOCK_N // 2 if planes > experts else _BLOCK_N)
+    return min((rows // _BLOCK_M + min(experts, rows)) * tiles_n, gpu.num_sms(device))

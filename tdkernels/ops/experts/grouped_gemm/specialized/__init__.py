@@ -1,0 +1,1 @@
+"""Warp-specialized kernel of group_gemm, for Hopper, in Gluon."""

@@ -1,0 +1,71 @@
+"""Warp-specialized kernel of group_gemm, for Hopper, in Gluon.
+
+It computes what ``group_gemm_kernel`` does, with the same bits. Programs are persistent, and have four kinds of warps:
+
+    multiply    two partitions of four warps, each for half of the rows of a tile
+    load        one warp: loads operands with TMA
+    store       one warp: stores a finished tile, with TMA if all of its rows belong to its group
+
+So storing a tile overlaps with the main loop of the next one. If only the first half of the rows of a tile belongs to
+its group, one partition multiplies alone, in half of the time. Tiles come from a queue, so that programs with many
+such tiles compute more of them. All programs then stay in the same few groups, whose weights are in the L2 cache.
+"""
+
+from triton.experimental.gluon import language as gl
+
+from tdkernels.lang.gluon_kernel import gluon_jit
+from tdkernels.ops.common.specialized.layout import (
+    BLOCK_K,
+    BLOCK_N,
+    HALF_N,
+    HALF_ROWS,
+    REGISTERS,
+    WARPS,
+    make_barriers,
+    make_memory,
+)
+from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
+from tdkernels.ops.experts.grouped_gemm.specialized.partitions import (
+    load_partition,
+    pass_swiglu,
+    pass_swiglu_and_input,
+    store_partition,
+)
+
+
+@gluon_jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
+def group_gemm_specialized_kernel(
+    x_desc, w_desc, splits_ptr, counter_ptr, y_ptr, y_desc, pre_ptr, pre_desc,
+    num_experts, R, N, K, group_m,
+    EXPERTS: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
+):
+    """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, a multiple of 8.
+
+    x_desc: [1, R, K], for [1, HALF_M, BLOCK_K] elements
+    w_desc: [planes * N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [experts * K, N], for [BLOCK_K, HALF_N]
+    y_desc, pre_desc: [1, R, N] and [1, R, 2 * N], for [1, HALF_M, HALF_N] elements; pre_ptr and pre_desc may be None
+    counter_ptr: an int32 zero, the work queue
+    PAIR: SwiGLU, "swiglu"; ``pre_ptr``: where to store its input
+    """
+    N = N // 8 * 8  # so that the compiler knows it
+    KEEP: gl.constexpr = pre_ptr is not None
+    width: gl.constexpr = HALF_N if PAIR else BLOCK_N  # columns of the output of a tile
+    steps = (K + BLOCK_K - 1) // BLOCK_K
+    problem = N, K, (N + width - 1) // width, group_m
+    splits = splits_ptr, num_experts, R
+    memory = make_memory(x_desc.dtype, W_IS_KN)
+    bars = make_barriers()
+    pass_tile: gl.constexpr = pass_swiglu_and_input if KEEP else (pass_swiglu if PAIR else pass_halves)
+    passes: gl.constexpr = 3 if KEEP else (1 if PAIR else 2)
+    keep: gl.constexpr = no_epilogue
+    operands, y, pre = (x_desc, w_desc), (y_ptr, y_desc), (pre_ptr, pre_desc)
+    gl.warp_specialize(
+        [
+            (multiply_partition, (memory, bars, steps, None, 0, HALF_ROWS, W_IS_KN, keep, pass_tile, passes)),
+            (multiply_partition, (memory, bars, steps, None, 1, HALF_ROWS, W_IS_KN, keep, pass_tile, passes)),
+            (load_partition, (operands, memory, bars, splits, counter_ptr, problem, steps, EXPERTS, PAIR, W_IS_KN)),
+            (store_partition, (memory, bars, y, pre, splits, problem, EXPERTS, PAIR, KEEP)),
+        ],
+        [WARPS.value[0], 1, 1],
+        [REGISTERS.value[0], REGISTERS.value[-1], REGISTERS.value[-1]],
+    )

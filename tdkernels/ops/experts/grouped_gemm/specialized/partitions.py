@@ -1,0 +1,200 @@
+"""The partitions of ``group_gemm_specialized_kernel`` that load and store tiles, and the epilogue with SwiGLU.
+
+Tile number ``tile`` is passed on as ``2 * tile``, or as ``2 * tile + 1`` if its last HALF_M rows do not belong to its
+group. Arguments of several functions:
+
+    splits   (pointer to the splits, number of experts, rows of x)
+    problem  (N of a plane, K, tile columns, group_m)
+    PAIR     whether an expert has two planes, gate and up: half of the columns of a tile are of each
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
+from tdkernels.ops.common.gemm_tile import swizzle
+from tdkernels.ops.common.specialized.layout import (
+    BLOCK_M,
+    BLOCK_N,
+    HALF_M,
+    HALF_N,
+    HALF_ROWS,
+    NO_ITEM,
+    ONE_WARP,
+    OUT_FREE,
+    OUT_FULL,
+    STAGES,
+    read_item,
+)
+from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.multiply import halves_of, pass_on
+from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.experts.grouped_gemm.swiglu import swiglu
+
+_ROWS = gl.constexpr(8)  # of a half that are stored at a time by the threads
+_NO_ROW = gl.constexpr(0x7FFFFFFF)
+
+# ---- tiles ----
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _groups_of(splits, tiles_n, EXPERTS: gl.constexpr):
+    """Return (ends of the rows, ends of the tiles) of all groups, int32 [EXPERTS], in a partition of one warp.
+
+    The rows are those of ``tile.rows_of_groups``.
+    """
+    splits_ptr, num_experts, R = splits
+    experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
+    given = gl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(gl.int64)
+    rows = gl.minimum(gl.maximum(given, 0), R)
+    ends = gl.associative_scan(rows, 0, _sum)
+    begins = gl.minimum(ends - rows, R).to(gl.int32)
+    ends = gl.minimum(ends, R).to(gl.int32)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M * tiles_n
+    return ends, gl.associative_scan(tiles, 0, _sum)
+
+
+@gluon.jit
+def _place_of(tile, groups, problem):
+    """Return (expert, first row of the tile, end of the rows of its group, tile column)."""
+    ends, tile_ends = groups
+    _, _, tiles_n, group_m = problem
+    is_before = tile_ends <= tile  # groups without rows count, too
+    expert = gl.sum(is_before.to(gl.int32), 0)
+    first = gl.max(gl.where(is_before, tile_ends, 0), 0)
+    begin = gl.max(gl.where(is_before, ends, 0), 0)
+    end = gl.min(gl.where(is_before, _NO_ROW, ends), 0)
+    pid_m, pid_n = swizzle(tile - first, (end - begin + BLOCK_M - 1) // BLOCK_M, tiles_n, group_m)
+    return expert, begin + pid_m * BLOCK_M, end, pid_n
+
+
+# ---- load ----
+
+
+@gluon.jit
+def load_partition(
+    operands, memory, bars, splits, counter_ptr, problem, steps, EXPERTS: gl.constexpr, PAIR: gl.constexpr,
+    W_IS_KN: gl.constexpr,
+):
+    """Fetch tiles, and load their operands.
+
+    operands: descriptors of x [1, R, K] and of the weight [planes * N, K], or [experts * K, N] if W_IS_KN
+    counter_ptr: number of tiles that have been fetched, initially zero
+
+    The next tile is requested STAGES steps before the end of one. Its number arrives meanwhile.
+    """
+    N, K, tiles_n, _ = problem
+    groups = _groups_of(splits, tiles_n, EXPERTS)
+    num_tiles = gl.max(groups[1], 0)
+    middle = gl.maximum(steps - STAGES, 0)
+    turn = 0
+    tile = item_of_warp(request_number(counter_ptr))
+    while tile < num_tiles:
+        expert, row, end, pid_n = _place_of(tile, groups, problem)
+        is_whole = row + HALF_M < end
+        item = 2 * tile + gl.where(is_whole, 0, 1)
+        if PAIR:
+            col = 2 * expert * N + pid_n * HALF_N
+            place = 0, row, col, col + N, 0
+        elif W_IS_KN:
+            col = pid_n * BLOCK_N
+            place = 0, row, col, col + HALF_N, expert * K
+        else:
+            col = expert * N + pid_n * BLOCK_N
+            place = 0, row, col, col + HALF_N, 0
+        turn = load_steps(operands, memory, bars, item, place, is_whole, turn, 0, middle, HALF_ROWS, W_IS_KN)
+        answer = request_number(counter_ptr)
+        turn = load_steps(operands, memory, bars, item, place, is_whole, turn, middle, steps, HALF_ROWS, W_IS_KN)
+        tile = item_of_warp(answer)
+    end_items(memory, bars, turn)
+
+
+# ---- multiply ----
+
+
+@gluon.jit
+def pass_swiglu(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Pass on the SwiGLU of a tile whose halves are gate and up. Return the number of halves so far."""
+    gate, up = halves_of(acc)
+    return pass_on(memory, bars, swiglu(gate, up).to(memory[2].dtype), item, number, WHICH, True)
+
+
+@gluon.jit
+def pass_swiglu_and_input(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Pass on gate, up and their SwiGLU. Return the number of halves so far."""
+    dtype: gl.constexpr = memory[2].dtype
+    gate, up = halves_of(acc)
+    number = pass_on(memory, bars, gate.to(dtype), item, number, WHICH, True)
+    number = pass_on(memory, bars, up.to(dtype), item, number, WHICH, False)
+    return pass_on(memory, bars, swiglu(gate, up).to(dtype), item, number, WHICH, False)
+
+
+# ---- store ----
+
+
+@gluon.jit
+def _store_rows(out, ptr, row, col, end, width, N):
+    """Store HALF_M rows of half a tile in [R, width] at (row, col), as far as they are before ``end`` and N."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+    for first in gl.static_range(0, HALF_M, _ROWS):
+        if row + first < end:
+            offs_m = row + first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+            offs_n = col + gl.arange(0, HALF_N, layout=gl.SliceLayout(0, layout))
+            mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+            at = ptr + offs_m[:, None].to(gl.int64) * width + offs_n[None, :]
+            gl.store(at, out.slice(first, _ROWS, 0).load(layout), mask=mask)
+
+
+@gluon.jit
+def _store(out, target, width, row, col, end, N):
+    """Store half a tile, and return when it has been read. TMA would also store rows of the next group.
+
+    target: (pointer, descriptor) of the output [R, width]
+    """
+    ptr, desc = target
+    if (row + BLOCK_M <= end) & (col + HALF_N <= N):
+        store_half(desc, out, 0, row, col)
+        tma.store_wait(0)
+    else:
+        for part in gl.static_range(2):
+            _store_rows(out.index(part), ptr, row + part * HALF_M, col, end, width, N)
+        partition_barrier()
+
+
+@gluon.jit
+def store_partition(
+    memory, bars, y, pre, splits, problem, EXPERTS: gl.constexpr, PAIR: gl.constexpr, KEEP: gl.constexpr
+):
+    """Store tiles in y, and with KEEP the input of SwiGLU in pre.
+
+    y, pre: (pointer, descriptor for [1, HALF_M, HALF_N] elements) of [R, N] and [R, 2 * N]
+    """
+    out, sent = memory[2], memory[4]
+    N, _, tiles_n, _ = problem
+    groups = _groups_of(splits, tiles_n, EXPERTS)
+    number = 0  # halves of tiles so far
+    mbarrier.wait(bars.index(OUT_FULL), 0)
+    item = read_item(sent.index(0), ONE_WARP)
+    while item != NO_ITEM:
+        _, row, end, pid_n = _place_of(item // 2, groups, problem)
+        for side in gl.static_range(3 if KEEP else (1 if PAIR else 2)):
+            if side > 0:
+                mbarrier.wait(bars.index(OUT_FULL), number & 1)
+            if PAIR:
+                col = pid_n * HALF_N
+                if KEEP and side < 2:
+                    _store(out, pre, 2 * N, row, side * N + col, end, (side + 1) * N)
+                else:
+                    _store(out, y, N, row, col, end, N)
+            else:
+                _store(out, y, N, row, pid_n * BLOCK_N + side * HALF_N, end, N)
+            mbarrier.arrive(bars.index(OUT_FREE), count=1)
+            number += 1
+        mbarrier.wait(bars.index(OUT_FULL), number & 1)
+        item = read_item(sent.index(0), ONE_WARP)

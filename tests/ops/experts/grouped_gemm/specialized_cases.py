@@ -1,0 +1,120 @@
+"""Test bodies for the warp-specialized kernel of group_gemm; see test_specialized.py."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tdkernels import GroupGemmConfig, Tiles
+from tdkernels.ops.experts.grouped_gemm import launch, launch_specialized
+from tests.ops.experts.grouped_gemm.oracle import Grouped
+from tests.support.ranks import device
+
+PLAIN = GroupGemmConfig(tiles=Tiles(128, 256, 64))
+CONFIG = GroupGemmConfig(tiles=Tiles(128, 256, 64), warp_specialize=True)
+# Groups that end at half a tile, one row before and after it, and at a tile; empty ones; one row; more than two tiles.
+SPLITS = [64, 65, 63, 0, 128, 129, 127, 0, 0, 1, 300, 7]
+
+
+@contextlib.contextmanager
+def specialized(expected=True):
+    """Check that the launches prepared in a ``with`` block are those of the expected kernel."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        def supports(*args, original=launch_specialized.supports):
+            found.append(original(*args))
+            return found[-1]
+
+        patch.setattr(launch_specialized, "supports", supports)
+        yield
+    assert found and set(found) == {expected}, found
+
+
+def operands(dtype, splits, n, k, w_is_kn=False, seed=0):
+    """Return x with NaN in rows without a group, a weight and splits."""
+    generator = torch.Generator(device()).manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=device(), dtype=dtype)
+
+    used, experts = sum(splits), len(splits)
+    x = draw(used + 5, k)
+    x[used:] = torch.nan
+    w = draw(experts, k, n).transpose(1, 2) if w_is_kn else draw(experts, n, k)
+    return x, w, torch.tensor(splits, dtype=torch.int32, device=device())
+
+
+def computes(dtype, activation, shapes):
+    for n, k in shapes:
+        problem = Grouped(dtype, SPLITS, n, k, activation, spare=3)
+        with specialized(), torch.no_grad():
+            problem.check({"output": problem.call(config=CONFIG)})
+
+
+def has_the_bits_of_the_plain_kernel(dtype, activation, w_is_kn, shapes):
+    for repeat, (n, k) in enumerate(2 * shapes):
+        splits = SPLITS[repeat:] + SPLITS[:repeat]
+        x, w, counts = operands(dtype, splits, n, k, w_is_kn, repeat)
+        with specialized():
+            found = launch.product(x, w, counts, activation, activation is not None, CONFIG)
+        expected = launch.product(x, w, counts, activation, activation is not None, PLAIN)
+        for one, other in zip(found, expected, strict=True):
+            assert one is other is None or torch.equal(one[: sum(splits)], other[: sum(splits)]), (n, k)
+
+
+def is_the_default():
+    """Check output and gradients of a call without a config: the kernel computes y and dx."""
+    problem = Grouped(torch.bfloat16, [130, 0, 200, 90], 512, 128, spare=2)
+    with specialized():
+        problem.check(problem.run())
+
+
+def replays_in_a_graph():
+    """Check replays of a CUDA graph of three calls with new rows and splits."""
+    x, w, splits = operands(torch.bfloat16, SPLITS, 528, 448)
+    call = lambda config: launch.product(x, w, splits, config=config)[0]  # noqa: E731
+    call(CONFIG)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = [call(CONFIG) for _ in range(3)]
+    for _ in range(4):
+        x.normal_()
+        splits.copy_(splits.roll(1))
+        graph.replay()
+        expected = call(PLAIN)
+        assert all(torch.equal(result[: sum(SPLITS)], expected[: sum(SPLITS)]) for result in found)
+
+
+def runs_on_two_streams():
+    """Check calls with one cached launch on two streams at the same time: each has its own work queue."""
+    x, w, splits = operands(torch.bfloat16, 4 * SPLITS, 1040, 448)
+    used, expected = 4 * sum(SPLITS), launch.product(x, w, splits, config=PLAIN)[0]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(launch.product(x, w, splits, config=CONFIG)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(result[:used], expected[:used]) for result in found)
+
+
+def cuts_off_splits(splits):
+    """Check splits that are negative, or have more rows than x."""
+    x, w, _ = operands(torch.bfloat16, [140], 272, 128)
+    w = w.repeat(len(splits), 1, 1)
+    counts = torch.tensor(splits, dtype=torch.int64, device=device())
+    found, expected = (launch.product(x, w, counts, config=config)[0] for config in (CONFIG, PLAIN))
+    used = min(sum(max(split, 0) for split in splits), 140)
+    assert torch.equal(found[:used], expected[:used])
+
+
+def falls_back(make):
+    """Check a weight [5, N, K] that the kernel does not support; ``make`` takes random elements [10, 320, 128]."""
+    w = make(torch.randn(10, 320, 128, device=device(), dtype=torch.bfloat16))
+    splits = torch.tensor([70, 0, 80, 3, 128], dtype=torch.int32, device=device())
+    x = torch.randn(281, w.shape[2], device=device(), dtype=w.dtype)
+    with specialized(expected=False):
+        y = launch.product(x, w, splits, config=CONFIG)[0]
+    assert torch.equal(y, launch.product(x, w, splits, config=PLAIN)[0])

@@ -1,0 +1,78 @@
+"""The warp-specialized kernel of group_gemm, on Hopper; its config on other devices."""
+
+import pytest
+import torch
+
+from tdkernels import GroupGemmConfig, Tiles
+from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
+from tests.ops.experts.grouped_gemm import specialized_cases as cases
+from tests.ops.experts.grouped_gemm.test_grouped_gemm import computes_forward_only
+from tests.support.ranks import on_ranks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(264, 72), (512, 1024), (16, 8), (784, 200)]  # N, K
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_values(dtype, activation):
+    on_ranks(1, cases.computes, dtype, activation, SHAPES)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("activation, w_is_kn", [(None, False), (None, True), ("swiglu", False)])
+def test_bits_of_the_plain_kernel(dtype, activation, w_is_kn):
+    shapes = [(264, 64), (1032, 448), (520, 1024)] if w_is_kn else SHAPES
+    on_ranks(1, cases.has_the_bits_of_the_plain_kernel, dtype, activation, w_is_kn, shapes)
+
+
+@on_hopper
+def test_default():
+    on_ranks(1, cases.is_the_default)
+
+
+@on_hopper
+def test_graph():
+    on_ranks(1, cases.replays_in_a_graph)
+
+
+@on_hopper
+def test_two_streams():
+    on_ranks(1, cases.runs_on_two_streams)
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [[200, 100, 3], [-5, 70, 0, 71], [1 << 40, 1], [0, 0]], ids=str)
+def test_invalid_splits(splits):
+    on_ranks(1, cases.cuts_off_splits, splits)
+
+
+def every_second(w):
+    return w[::2]
+
+
+def short_rows(w):
+    return w[:5, :, :72].transpose(1, 2).contiguous().transpose(1, 2)  # stored as [K, N], and K % 64 > 0
+
+
+def odd_columns(w):
+    return w[:5, :317].contiguous()
+
+
+def fp32(w):
+    return w[:5].float()
+
+
+@on_hopper
+@pytest.mark.parametrize("make", [every_second, short_rows, odd_columns, fp32])
+def test_unsupported_weights(make):
+    on_ranks(1, cases.falls_back, make)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="for other devices")
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_other_devices(dtype):
+    config = GroupGemmConfig(tiles=Tiles(128, 256, 64, num_warps=1, num_stages=1), warp_specialize=True)
+    on_ranks(1, computes_forward_only, dtype, [([37, 0, 70, 1], 48, 72)], None, config)
