@@ -61,12 +61,8 @@ def odd_columns(w):
     return w[:5, :317].contiguous()
 
 
-def fp32(w):
-    return w[:5].float()
-
-
 @on_hopper
-@pytest.mark.parametrize("make", [every_second, short_rows, odd_columns, fp32])
+@pytest.mark.parametrize("make", [every_second, short_rows, odd_columns])
 def test_unsupported_weights(make):
     on_ranks(1, cases.falls_back, make)
 
