@@ -1,10 +1,11 @@
 """Model of the warp-specialized ag_gemm: programs that fetch tiles from a queue and wait for rows.
 
-`python -m bench.dense.tile_queue` compares it with the recorded rows of solo mode on H200. Use it to try an order of
-tiles, a size of chunks or a number of halves without a GPU.
+`python -m bench.dense.tile_queue` compares it with the recorded rows of solo mode on H200, and of 8 H200. Use it to try
+an order of tiles, a size of chunks or a number of halves without a GPU.
 """
 
 import heapq
+import json
 from dataclasses import dataclass
 
 from bench.core.points import read_solo
@@ -16,6 +17,7 @@ from tdkernels.rounding import cdiv
 
 BLOCK_M, BLOCK_N, _ = SPECIALIZED_TILE
 PROGRAMS = 131  # solo mode leaves one SM to the relay
+_RATE_OF_EIGHT = 320e9  # bytes per second that each of 8 H200 receives from the others, fitted to all rows
 # Fitted to 8192 x 28672 x 4096 on H200.
 _SM_FLOPS = 5.0e12  # of an SM, while all of them multiply
 _HALF = 0.53  # time of half a tile / time of a tile
@@ -97,15 +99,33 @@ class Schedule:
 
 def main() -> None:
     """Print a line for each shape with a row of the specialized kernel on H200."""
+    _compare_solo()
+    _compare_real()
+
+
+def _compare_solo():
     newest = {}
     for row in sorted(read_solo(RESULTS), key=lambda row: row["date"]):
         if row["op"] == "ag_gemm" and row["gpu"] == "NVIDIA H200" and (row["config"] or {}).get("warp_specialize"):
             newest[row["ranks"], row["shape"], row["config"]["chunk_tiles"]] = row
-    for (ranks, shape, chunk_tiles), row in sorted(newest.items()):
-        schedule = Schedule(row["m"] // ranks, row["n"] // ranks, row["k"], ranks, chunk_tiles)
-        predicted = 1e3 * schedule.seconds(1e9 * row["link_gbps"])
-        ratio = row["ms"] / predicted
-        print(f"{ranks} ranks, {shape}, chunks of {chunk_tiles}: {predicted:.3f} ms, measured / predicted {ratio:.2f}")
+    for (ranks, _, _), row in sorted(newest.items()):
+        _compare(row, ranks, 1e9 * row["link_gbps"], "solo mode")
+
+
+def _compare_real():
+    rows = map(json.loads, (RESULTS / "h200x8" / "ag_gemm_specialized.jsonl").read_text().splitlines())
+    for row in rows:
+        config = row["config"] or {}
+        if row["graph"] and "{" in row["method"] and (config["num_comm_sms"], config["chunk_tiles"]) == (64, 2):
+            _compare(row, 8, _RATE_OF_EIGHT, "8 H200")
+
+
+def _compare(row, ranks, link_rate, where):
+    chunk_tiles = row["config"]["chunk_tiles"]
+    schedule = Schedule(row["m"] // ranks, row["n"] // ranks, row["k"], ranks, chunk_tiles)
+    predicted = 1e3 * schedule.seconds(link_rate)
+    what = f"{where}, {ranks} ranks, {row['shape']}, chunks of {chunk_tiles}"
+    print(f"{what}: {predicted:.3f} ms, measured / predicted {row['ms'] / predicted:.2f}")
 
 
 if __name__ == "__main__":

@@ -36,5 +36,7 @@ def test_time_of_a_slow_link():
 def test_recorded_rows(capsys):
     """The rows are from several GPUs, and some of earlier numbers of halves."""
     tile_queue.main()
-    ratios = [float(line.rsplit(" ", 1)[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(ratios) >= 16 and all(0.93 < ratio < 1.08 for ratio in ratios), ratios
+    lines = capsys.readouterr().out.splitlines()
+    ratios = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert len(ratios) >= 24 and all(0.93 < ratio < 1.08 for ratio in ratios), ratios
+    assert sum(line.startswith("8 H200, ") for line in lines) == 8

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _LARGE_SHARD_BYTES = 64 << 20
 # For two ranks. On 2 H100, five shapes: 8 % faster than 24 on average in CUDA graphs, and as fast in eager mode.
 _NUM_COMM_SMS_OF_TWO = 8
-# For the warp-specialized kernel, whose programs push about 10 GB/s each. On 2 H200 with a real link, 64 were up to 6 %
-# faster than 131 in five shapes, and 131 were 4 % faster in the one that was bound by the link.
-_NUM_COMM_SPECIALIZED, _NUM_COMM_BOUND_BY_LINK = 64, 128
+# For the warp-specialized kernel, whose programs push about 10 GB/s each. On 8 H200 and in eight shapes, 64 were the
+# fastest of 24, 32, 48, 64, 96 and 128 on average; 128 took 1.05 of their time.
+_NUM_COMM_SPECIALIZED = 64
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
 MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
@@ -116,10 +116,9 @@ def num_pushing(world_size: int) -> int:
     return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
 
 
-def specialized_config(n: int, device: "torch.device", world_size: int) -> AgGemmConfig:
-    """Return the default config of the warp-specialized kernel for a weight [n, K] of a rank."""
-    bound_by_link = launch_specialized.is_bound_by_link(n, world_size)
-    num_comm = min(_NUM_COMM_BOUND_BY_LINK if bound_by_link else _NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
+def specialized_config(device: "torch.device") -> AgGemmConfig:
+    """Return the default config of the warp-specialized kernel."""
+    num_comm = min(_NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
     return AgGemmConfig(tiles=LARGE, num_comm_sms=num_comm, chunk_tiles=_CHUNK_SPECIALIZED, warp_specialize=True)
 
 
@@ -135,7 +134,7 @@ def default_config(
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device):
-        return specialized_config(n, device, world_size)
+        return specialized_config(device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))

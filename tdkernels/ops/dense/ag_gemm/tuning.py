@@ -99,10 +99,10 @@ class AgGemmTunable(dense.DenseTunable):
         n, k = self.of_a_rank(problem)[1:]
         if problem.num_nodes > 1 or not launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device):
             return []
-        default = ag_gemm_config.specialized_config(n, device, problem.world_size)
+        default = ag_gemm_config.specialized_config(device)
         return [
             replace(default, num_comm_sms=num_comm, chunk_tiles=chunk_tiles)
-            for num_comm in sorted({24, 64, default.num_comm_sms}) for chunk_tiles in (1, 2)
+            for num_comm in (32, default.num_comm_sms, 96) for chunk_tiles in (1, 2)
         ]
 
     def estimate_ms(self, config: AgGemmConfig, problem: "Problem", hardware: "Hardware") -> float:

@@ -1,0 +1,68 @@
+"""Shipped table entries from the rows of a run on all ranks: `python -m bench.dense.measured FILE ...`.
+
+For machines on which there is no time for the tuner. The rows are those of `tdkernels bench --cuda-graph --config ...`.
+The config with the smallest geometric mean of eager calls and CUDA graphs becomes the entry of its problem, in place of
+the measured one. The rows must have been measured with the current kernels: the entries say so.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from bench.report.tables import newest
+from tdkernels.autotune import disk_cache, table
+from tdkernels.autotune.problem import Problem, slug
+from tdkernels.autotune.tunable import tunable, versions
+
+
+def entries_of(rows):
+    """Return one entry for each problem in ``rows``, from its newest run."""
+    forward = [row for row in rows if row["pass"] == "forward" and not row["absent"]]
+    runs = {graph: _runs(forward, graph) for graph in (False, True)}
+    return [_entry(problem, run, runs[True][problem]) for problem, run in runs[False].items() if problem in runs[True]]
+
+
+def _runs(rows, graph):
+    """Return {problem: {method: row}} of the newest runs, eager or in CUDA graphs."""
+    chosen = [row for row in rows if row["graph"] == graph]
+    return newest(chosen, lambda row: None, _problem, with_overrides=True).get(None, {})
+
+
+def _problem(row):
+    sizes, ranks = (row["m"], row["n"], row["k"]), row["num_gpus"]
+    return Problem(row["op"], row["gpu"], ranks, ranks, row["dtype"], "nk", sizes)
+
+
+def _entry(problem, eager, captured):
+    """Return the entry of a problem from its rows, {method: row}, of eager calls and of CUDA graphs."""
+    known = [method for method, row in eager.items() if row["config"] and method in captured]
+    best = min(known, key=lambda method: math.sqrt(eager[method]["ms"] * captured[method]["ms"]))
+    row, tuned = eager[best], tunable(problem.operator)
+    wire_ms = tuned.floors(problem).wire_bytes / row["link_gbps"] / 1e6
+    return table.Entry(
+        problem, {**versions(tuned), "torch": row["torch"], "triton": row["triton"]},
+        tuned.config_to_dict(tuned.config_from_dict(row["config"])), row["ms"], eager["sequence"]["ms"],
+        eager["tdkernels-default"]["ms"], eager["gemm"]["ms"], wire_ms, row["date"][:10],
+    )
+
+
+def main(arguments=None):
+    """Replace the measured entries of the problems in the given files."""
+    parser = argparse.ArgumentParser(prog="python -m bench.dense.measured", description=__doc__.splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="files of rows")
+    parser.add_argument("--since", required=True, help="leave out rows before this date")
+    options = parser.parse_args(arguments)
+    for path in options.files:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        entries = entries_of([row for row in rows if row["date"] >= options.since])
+        for operator, gpu in dict.fromkeys(map(table.head, entries)):
+            new = [entry for entry in entries if table.head(entry) == (operator, gpu)]
+            merged = table.newest([*disk_cache.shipped_entries(operator, gpu), *new])
+            file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
+            file.write_text(table.to_json(merged), encoding="utf-8")
+            print(f"{path}: {len(new)} entries of {operator} for {gpu}")
+
+
+if __name__ == "__main__":
+    main()
