@@ -3,10 +3,9 @@
 Only kernels that one launch starts are shipped: rows are of calls in CUDA graphs, and the copy engine costs an eager
 call host time that they do not show. Of ``ag_gemm`` only the warp-specialized kernel is shipped: the model does not
 know how many programs that push are too many for a link, and only the default number of that kernel was compared on a
-real one. A problem with an entry that was measured on all ranks keeps it if that one is faster.
+real one. A problem with an entry that was measured on all ranks keeps it if that one is faster or not older.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -63,12 +62,12 @@ def entry_of(problem, row):
 
 
 def modelled_entries(folder=RESULTS):
-    """Return {(operator, GPU): modelled entries} without those of problems whose measured entry is at least as fast."""
+    """Return {(operator, GPU): modelled entries} without those of problems that keep their measured entry."""
     found = {}
     for problem, row in best_rows(folder).items():
         entry = entry_of(problem, row)
-        measured = {each.problem: each.ms for each in measured_entries(*table.head(entry))}
-        if entry.ms < measured.get(problem, math.inf):
+        measured = {each.problem: each for each in measured_entries(*table.head(entry))}.get(problem)
+        if measured is None or measured.ms > entry.ms and measured.when < entry.when:
             found.setdefault(table.head(entry), []).append(entry)
     return found
 
@@ -80,7 +79,10 @@ def measured_entries(operator, gpu):
 
 def main():
     """Replace the modelled entries of the shipped tables."""
-    for (operator, gpu), entries in modelled_entries().items():
+    found = modelled_entries()
+    heads = {table.head(entry_of(problem, row)) for problem, row in best_rows().items()}
+    for operator, gpu in sorted(heads):
+        entries = found.get((operator, gpu), [])
         file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
         measured = measured_entries(operator, gpu)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ The sources are, in this order: the config that was passed to the call, the user
 package, the nearest shape in either, the shipped table of a similar GPU, and the heuristic config. An entry of the
 user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
 config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
-measured with the current versions comes first, then a modelled one, then one that was measured with other versions.
+measured with the current kernels or not before the modelled one comes first, then the modelled one.
 Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
@@ -156,13 +156,19 @@ def _exact(tunable, problem, device, source, entries):
 
 
 def _preferred(tunable, entries):
-    """Return the entry of a problem to use: measured with the current kernels, modelled, or measured with others."""
+    """Return the entry of a problem to use.
+
+    A measured entry comes first, unless it is of other kernels and older than a modelled one.
+    """
     modelled = [entry for entry in entries if entry.modelled]
     if not modelled or len(modelled) == len(entries):
         return entries[-1]
+    measured = [entry for entry in entries if not entry.modelled]
+    later = [entry for entry in measured if entry.when >= modelled[-1].when]
+    if later:
+        return later[-1]
     current = versions(tunable)["kernels"]  # takes up to 0.4 s to compute, so only if the choice depends on it
-    measured = [entry for entry in entries if not entry.modelled and entry.versions.get("kernels") == current]
-    return (measured or modelled)[-1]
+    return ([entry for entry in measured if entry.versions.get("kernels") == current] or modelled)[-1]
 
 
 def _similar(tunable, problem, device, source, mine, shipped):

@@ -621,11 +621,12 @@ def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatc
     current = versions(tuned)
     mine = []
 
-    def entry(item_tiles, kernels, modelled=False):
+    def entry(item_tiles, kernels, day, modelled=False):
         config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=item_tiles))
-        return make_entry("gemm_rs", config=config, versions={**current, "kernels": kernels}, modelled=modelled)
+        kernels = {**current, "kernels": kernels}
+        return make_entry("gemm_rs", config=config, versions=kernels, modelled=modelled, when=f"2026-01-{day:02}")
 
-    older, now, model = entry(1, "older"), entry(2, current["kernels"]), entry(3, "older", modelled=True)
+    older, now, model = entry(1, "older", 8), entry(2, current["kernels"], 8), entry(3, "older", 9, modelled=True)
     monkeypatch.setattr(disk_cache, "user_entries", lambda *name: mine)
 
     def selected(*entries, shape=older.problem.shape):
@@ -636,6 +637,9 @@ def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatc
     assert selected(older) == (1, "shipped")
     assert selected(older, model) == selected(model, older) == selected(model) == (3, "modelled")
     assert selected(older, now, model) == selected(model, now) == (2, "shipped")
+    for day in (9, 10):  # measured when the model was, or later
+        later = replace(older, when=f"2026-01-{day:02}")
+        assert selected(later, model) == selected(model, later) == (1, "shipped")
     assert selected(replace(now, versions={**now.versions, "torch": "older"}), model) == (2, "shipped")
     near = (8192, 4096, 8192)
     assert selected(model, shape=near) == (3, "nearest")
