@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from bench.core.points import read_solo
 from bench.dense.modelled import RESULTS
-from tdkernels.ops.common.specialized.launch import is_bound_by_link
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
-from tdkernels.ops.dense.ag_gemm.launch_specialized import SLICE_K, whole_tiles
+from tdkernels.ops.dense.ag_gemm.launch_specialized import SLICE_K, is_bound_by_link, whole_tiles
 from tdkernels.rounding import cdiv
 
 BLOCK_M, BLOCK_N, _ = SPECIALIZED_TILE

@@ -109,7 +109,7 @@ def request_by_warp(ctx, QUEUE: gl.constexpr):
 
 @gluon.jit
 def item_of_warp(answer):
-    """Return the number that ``request_by_warp`` requested, in all lanes of the warp."""
+    """Return the number that ``request_number`` or ``request_by_warp`` requested, in all lanes of the warp."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [answer], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -61,8 +61,8 @@ def test_number_of_whole_tiles(tiles, bound_by_link, whole):
 
 
 @pytest.mark.parametrize("world_size, n, dtype, num_comm", [
-    (8, 3584, torch.bfloat16, 64), (8, 1280, torch.float16, 128), (4, 1536, torch.bfloat16, 64),
-    (2, 768, torch.bfloat16, 128), (8, 3592, torch.bfloat16, None), (8, 3584, torch.float32, None),
+    (8, 3584, torch.bfloat16, 64), (8, 1280, torch.float16, 64), (4, 1536, torch.bfloat16, 64),
+    (2, 768, torch.bfloat16, 64), (8, 3592, torch.bfloat16, None), (8, 3584, torch.float32, None),
 ])
 def test_default_config_on_hopper(monkeypatch, world_size, n, dtype, num_comm):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)

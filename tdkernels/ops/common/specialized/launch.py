@@ -11,22 +11,12 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
-# Columns that a GEMM multiplies (720 TFLOP/s in 16 bits) while a row arrives (380 GB/s), both measured on H200.
-_COLUMNS_OF_LINK = 1900
 
 
 def suits(tiles: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a warp-specialized kernel can be the default for a GEMM whose default tile is ``tiles``."""
     fits = dtype.itemsize == 2 and n % 16 == 0 and k % 8 == 0 and tiles == LARGE
     return fits and gpu.capability(device) == (9, 0) and triton_is_tested()
-
-
-def is_bound_by_link(n: int, world_size: int) -> bool:
-    """Return whether gathering x takes longer than its GEMM with a weight [n, K] on Hopper, for any M and K.
-
-    Each row of a peer has 2 * K bytes and 2 * n * K flops.
-    """
-    return n * world_size < _COLUMNS_OF_LINK * (world_size - 1)
 
 
 def is_enabled(config: Any) -> bool:

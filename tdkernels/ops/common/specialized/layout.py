@@ -4,10 +4,11 @@ Barriers of shared memory are of the kind "mbarrier":
 
     FULL      one per stage: the operands of a step have arrived
     FREE      one per stage: both partitions that multiply have read them
-    OUT_FULL  both of these have stored their part of half a tile
+    OUT_FULL  both of these have stored their part of half a tile, or have none
     OUT_FREE  it has been read
 
-A tile leaves in two halves, columns 0 to HALF_N - 1 first. A kernel can have work items that are half a tile: its first
+A tile leaves in two halves, columns 0 to HALF_N - 1 first, or in other blocks of HALF_N columns that ``PASS`` of
+``multiply_partition`` makes of it. A kernel can have work items that are half a tile: its first
 or last HALF_N columns (HALF_COLUMNS), or its first HALF_M rows (HALF_ROWS). Their numbers are odd then.
 """
 

@@ -89,6 +89,8 @@ class EpMoeTunable(ConfigTunable):
         others = {} if config.ep is None else {"ep": text_of(config.ep)}
         if gemm is not None and gemm.method != "fused":
             others["gemm"] = gemm.method
+        if gemm is not None and gemm.warp_specialize:
+            others["warp_specialize"] = "True"
         return {"method": config.method or "sequence", **tiles, **others}
 
     def config_from_dict(self, values: dict[str, Any]) -> EpMoeConfig:

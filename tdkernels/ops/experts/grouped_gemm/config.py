@@ -16,12 +16,14 @@ class GroupGemmConfig:
     Attributes:
         method: "fused" is one Triton kernel. "torch" is torch's grouped GEMM, which needs bf16 on an NVIDIA GPU with
             sm_90 or sm_100 and does not synchronize with the host; on CPU it is one matmul per group.
-        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape. In the weight
-            gradient dw (layout "dw" of the tuner) block_m and block_n are along N and K, and block_k is along the rows.
+        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape, which a call without
+            a config may combine with ``warp_specialize``. In the weight gradient dw (layout "dw" of the tuner) block_m
+            and block_n are along N and K, and block_k is along the rows.
         warp_specialize: Whether different warps of a program may load, multiply and store. They do so on Hopper, for
             tiles of 128 x 256 x 64, 16-bit operands without scales that TMA can load, weights of adjacent experts, N
-            a multiple of 8, and no activation or "swiglu". ``num_warps`` and ``num_stages`` are not used then.
-            Otherwise, and while a trace is recorded, the same config runs without it. Results are the same.
+            a multiple of 8, or of 16 with "swiglu", and without "swiglu_interleaved". For weights that are stored as
+            [K, N], K must be a multiple of 64. ``num_warps`` and ``num_stages`` are not used then. Otherwise, and while
+            a trace is recorded, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"
@@ -48,7 +50,12 @@ def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | Non
     return GroupGemmConfig(tiles=invariant_tiles(dtype, device, layout))
 
 
-def default_config(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> GroupGemmConfig:
-    """Return the heuristic config if each group has an output [rows, n] and a weight [n, k]."""
-    tiles = default_tiles(rows, n, dtype, device)
-    return GroupGemmConfig(tiles=tiles, warp_specialize=suits(tiles, n, k, dtype, device))
+def default_config(
+    rows: int, n: int, k: int, groups: int, dtype: torch.dtype, device: torch.device
+) -> GroupGemmConfig:
+    """Return the heuristic config for ``rows`` rows in all, ``groups`` groups and weights [n, k]."""
+    each = rows // groups
+    tiles = default_tiles(each, n, dtype, device)
+    # With fewer tiles, the launch that sets the work queue to zero may cost more than is gained; not measured.
+    has_waves = device.type == "cuda" and groups * tiles.count(each, n) > gpu.num_sms(device)
+    return GroupGemmConfig(tiles=tiles, warp_specialize=has_waves and suits(tiles, n, k, dtype, device))

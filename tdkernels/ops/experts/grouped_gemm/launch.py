@@ -126,10 +126,10 @@ def _config_for(x, w, config, scales=None):
     """Return the config with a tile. If it has none, the heuristic one is selected."""
     if config is not None and config.tiles is not None:
         return config
-    rows, (n, k) = x.shape[0] // w.shape[0], w.shape[1:]
+    rows, (experts, n, k) = x.shape[0], w.shape
     if config is None and scales is None:
-        return default_config(rows, n, k, x.dtype, x.device)
-    tiles = default_tiles(rows, n, x.dtype, x.device)
+        return default_config(rows, n, k, experts, x.dtype, x.device)
+    tiles = default_tiles(rows // experts, n, x.dtype, x.device)
     tiles = tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
     return replace(config or GroupGemmConfig(), tiles=tiles)
 
@@ -242,8 +242,8 @@ def compile(
     x, w = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0]
     layout, config = _layout(w, activation), _config_for(x, w, config)
     if launch_specialized.supports(x, w, layout, activation, config):
-        y = x.new_empty(x.shape[0], layout[1])
-        args, constants = launch_specialized.arguments(x, w, layout, splits, splits, y, None, config)
+        counter, y = splits.new_empty(1, dtype=torch.int32), x.new_empty(1, layout[1])
+        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, None, config)
         launch_specialized.kernel().warmup(*args, grid=(1,), **constants)
         return
     args, constants = _arguments(x, w, splits, x.new_empty(1), None, activation, config.tiles, None)

@@ -13,6 +13,7 @@ from tdkernels.runtime.gluon import descriptor, optional_kernel
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
 _LEAST_EXPERTS = 32  # a group for each lane of a warp
+_MOST_EXPERTS = 1024  # for whose groups the threads of a warp have registers
 
 
 @optional_kernel("group_gemm: the warp-specialized kernel")
@@ -35,6 +36,9 @@ def supports(
     (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
     if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or activation not in (None, "swiglu") or min(n, k) < 2:
         return False
+    if w.shape[0] > _MOST_EXPERTS:
+        return False
+    # A block past the last row of a plane [K, N] would read the next plane, which may contain NaN.
     if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or is_kn and k % _BLOCK_K:
         return False
     starts = x.data_ptr(), w.data_ptr(), 2 * k, 2 * n, 2 * stride_w
@@ -74,4 +78,4 @@ def num_programs(rows: int, experts: int, layout: tuple[int, int, list[int], boo
     """Return the number of programs: at most one for each multiprocessor."""
     planes, n = layout[:2]
     tiles_n = cdiv(n, _BLOCK_N // 2 if planes > experts else _BLOCK_N)
-    return min((rows // _BLOCK_M + min(experts, rows)) * tiles_n, gpu.num_sms(device))
+    return min((rows // _BLOCK_M + min(experts, rows)) * tiles_n, gpu.num_sms(device) - gpu.spare_sms)

@@ -2,9 +2,9 @@
 
     x [R, K], w [E, N, K], splits [E] on the device  ->  y [R, N];   y[rows of e] = x[rows of e] @ w[e].T
 
-The host does not read the splits. The kernels (``group_gemm_kernel``) compute their tiles from the splits on the
-device. SwiGLU can be fused into the epilogue. The output of the gate-up GEMM is then stored only if the backward needs
-it.
+The host does not read the splits. The kernels (``group_gemm_kernel``, or ``specialized`` on Hopper) compute their tiles
+from the splits on the device. SwiGLU can be fused into the epilogue. The output of the gate-up GEMM is then stored only
+if the backward needs it.
 
 Backward. dx is a group_gemm with transposed weights. dw sums over the rows of each group.
 

@@ -11,6 +11,7 @@ up to a power of two. The layout of a problem says what is computed:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,13 +87,21 @@ class GroupGemmTunable(ConfigTunable):
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
-        return self.default(problem, device)
+        return replace(config, tiles=self.default(problem, device).tiles)
 
     def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
             return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
-        return grouped_gemm_config.default_config(rows // experts, n, k, problem.torch_dtype, device)
+        config = grouped_gemm_config.default_config(rows, n, k, experts, problem.torch_dtype, device)
+        return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
+
+    def _can_specialize(self, problem, device):
+        """Return whether the warp-specialized kernel supports a problem with ``warp_specialize``."""
+        _, n, k, _ = problem.shape
+        if problem.layout in (DW, "swiglu_interleaved") or problem.layout == KN and k % LARGE.block_k:
+            return False
+        return suits(LARGE, n, k, problem.torch_dtype, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         if problem.layout == DW:  # it sums over the rows
@@ -104,12 +113,9 @@ class GroupGemmTunable(ConfigTunable):
         if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:
             tiles = [*tiles, *_SMALL]
         configs = [GroupGemmConfig(tiles=each) for each in tiles]
-        if problem.layout not in (DW, "swiglu_interleaved") and self._suits(problem, device):
+        if self._can_specialize(problem, device):
             configs.append(GroupGemmConfig(tiles=LARGE, warp_specialize=True))
         return configs
-
-    def _suits(self, problem, device):
-        return suits(LARGE, *problem.shape[1:3], problem.torch_dtype, device)
 
     def compiled(self, config: GroupGemmConfig) -> tuple | None:
         tiles = super().compiled(config)
@@ -121,14 +127,14 @@ class GroupGemmTunable(ConfigTunable):
         reading = floors.memory_bytes / hardware.memory
         if config.method == "torch":
             return 1e3 * (max(floors.flops / hardware.flops, reading) + _LAUNCH_S)
-        computed = self._tiles_s(config, problem, hardware)
+        # The warp-specialized kernel skips the last half of a tile if it has no rows of the group.
+        skips = config.warp_specialize and problem.layout != DW
+        computed = self._tiles_s(config.tiles, config.tiles.block_m // (2 if skips else 1), problem, hardware)
         return 1e3 * (max(computed, reading) + _LAUNCH_S)
 
-    def _tiles_s(self, config, problem, hardware):
-        """Return the seconds of the product, including the padding of its tiles."""
+    def _tiles_s(self, tiles, step, problem, hardware):
+        """Return the seconds of the product, if the rows of a group are padded to a multiple of ``step``."""
         rows, n, k, experts = problem.shape
-        tiles = config.tiles
-        step = tiles.block_m // 2 if config.warp_specialize else tiles.block_m  # of rows that are not skipped
         each = cdiv(rows, experts)
         height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
         padded = experts * round_up(height, step)

@@ -64,9 +64,19 @@ def has_the_bits_of_the_plain_kernel(dtype, activation, w_is_kn, shapes):
             assert one is other is None or torch.equal(one[: sum(splits)], other[: sum(splits)]), (n, k)
 
 
+def has_the_bits_for_few_groups(splits):
+    """Check groups with few rows, or one group, for a weight that is a part of another one."""
+    x, wide, counts = operands(torch.bfloat16, splits, 272, 512)
+    w, x = wide[..., 128:384], x[:, 128:384].contiguous()
+    with specialized():
+        y = launch.product(x, w, counts, config=CONFIG)[0]
+    expected = launch.product(x, w, counts, config=PLAIN)[0]
+    assert torch.equal(y[: sum(splits)], expected[: sum(splits)])
+
+
 def is_the_default():
     """Check output and gradients of a call without a config: the kernel computes y and dx."""
-    problem = Grouped(torch.bfloat16, [130, 0, 200, 90], 512, 272, spare=2)
+    problem = Grouped(torch.bfloat16, [1030, 0, 1200, 1090], 2048, 2064, spare=2)
     with specialized():
         problem.check(problem.run())
 

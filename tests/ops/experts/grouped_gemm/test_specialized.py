@@ -4,6 +4,11 @@ import pytest
 import torch
 
 from tdkernels import GroupGemmConfig, Tiles
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.experts.grouped_gemm.config import default_config
+from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
 from tests.ops.experts.grouped_gemm import specialized_cases as cases
 from tests.ops.experts.grouped_gemm.test_grouped_gemm import computes_forward_only
@@ -26,6 +31,12 @@ def test_values(dtype, activation):
 def test_bits_of_the_plain_kernel(dtype, activation, w_is_kn):
     shapes = [(264, 64), (1032, 448), (520, 1024)] if w_is_kn else SHAPES
     on_ranks(1, cases.has_the_bits_of_the_plain_kernel, dtype, activation, w_is_kn, shapes)
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [[1], [300], [7, 0, 20], [64], [0, 1]], ids=str)
+def test_few_groups(splits):
+    on_ranks(1, cases.has_the_bits_for_few_groups, splits)
 
 
 @on_hopper
@@ -72,3 +83,35 @@ def test_unsupported_weights(make):
 def test_other_devices(dtype):
     config = GroupGemmConfig(tiles=Tiles(128, 256, 64, num_warps=1, num_stages=1), warp_specialize=True)
     on_ranks(1, computes_forward_only, dtype, [([37, 0, 70, 1], 48, 72)], None, config)
+
+
+@pytest.fixture
+def fake_hopper(monkeypatch):
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rows, n, k, groups, dtype, specialized", [
+    (32768, 3072, 4096, 128, BF16, True), (32768, 3072, 4096, 128, FP32, False), (4096, 3584, 4096, 8, FP16, True),
+    (2048, 2048, 1024, 16, BF16, False), (2304, 2048, 1024, 16, BF16, True),  # 128 and 256 tiles
+    (8192, 3072, 4096, 128, BF16, False), (32768, 3080, 4096, 128, BF16, False),  # 64 rows a group; N % 16 > 0
+])
+def test_default_config(fake_hopper, rows, n, k, groups, dtype, specialized):
+    config = default_config(rows, n, k, groups, dtype, fake_hopper)
+    assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+
+
+@pytest.mark.parametrize("layout, k, specialized", [
+    ("none", 2056, True), ("swiglu", 2048, True), ("swiglu_interleaved", 2048, False), ("kn", 2048, True),
+    ("kn", 2056, False), ("dw", 2048, False),
+])
+def test_candidates_of_the_tuner(fake_hopper, monkeypatch, layout, k, specialized):
+    """The default and the candidates have ``warp_specialize`` only for problems that the kernel supports."""
+    monkeypatch.setattr(gpu, "has_tma", lambda device: True)
+    tuned = tunable("group_gemm")
+    problem = Problem("group_gemm", "NVIDIA Testing", 1, 1, "bfloat16", layout, (32768, 3072, k, 32))
+    assert tuned.default(problem, fake_hopper).warp_specialize == specialized
+    assert any(config.warp_specialize for config in tuned.space(problem, fake_hopper)) == specialized
+    for flag in (False, True):
+        assert tuned.completed(GroupGemmConfig(warp_specialize=flag), problem, fake_hopper).warp_specialize == flag

@@ -1,6 +1,6 @@
 """Warp-specialized kernel of group_gemm, for Hopper, in Gluon.
 
-It computes what ``group_gemm_kernel`` does, with the same bits. Programs are persistent, and have four kinds of warps:
+It computes what ``group_gemm_kernel`` does, with the same bits. Programs are persistent, and have three kinds of warps:
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: loads operands with TMA

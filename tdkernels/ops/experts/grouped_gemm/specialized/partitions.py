@@ -47,7 +47,7 @@ def _sum(a, b):
 def _groups_of(splits, tiles_n, EXPERTS: gl.constexpr):
     """Return (ends of the rows, ends of the tiles) of all groups, int32 [EXPERTS], in a partition of one warp.
 
-    The rows are those of ``tile.rows_of_groups``.
+    The rows are those of ``tile.rows_of_groups``, whose tensors have no layout.
     """
     splits_ptr, num_experts, R = splits
     experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
