@@ -17,7 +17,7 @@ from tests.compiled.flash_decode import decode_launch, split_launches
 from tests.compiled.gemm_ar_norm import gemm_ar_norm_kernel
 from tests.compiled.helper_kernels import helper_launches, multinode_helper_launches
 from tests.compiled.quantize import quantize_launches
-from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch
+from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch, group_gemm_launch
 from tests.compiled.targets import BF16, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
 from tests.compiled.wire import wire_launches
@@ -34,7 +34,7 @@ def test_every_kernel_is_compiled():
     tp_moe_kernels = {kernel for kernel, *_ in tp_moe_launches("sm_90", BF16).values()}
     compiled = {*GEMM_KERNELS, *MULTINODE_KERNELS, *ONE_SHOT_KERNELS, *COLLECTIVES.values(), *helper_launches()}
     compiled |= {*multinode_helper_launches(), gemm_ar_norm_kernel, gemm_rs_launch(2, BF16)[0]}
-    compiled |= {ag_gemm_launch(1, BF16)[0]}
+    compiled |= {ag_gemm_launch(1, BF16)[0], group_gemm_launch(4, BF16)[0]}
     ulysses_kernels = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     ep_moe_kernels = {kernel for kernel, *_ in ep_moe_launches("sm_90", BF16).values()}
     compiled |= dispatch_kernels | grouped_kernels | tp_moe_kernels | ulysses_kernels | ep_moe_kernels
