@@ -10,10 +10,10 @@ import json
 import math
 from pathlib import Path
 
+from bench.dense.modelled import entry_of, problem_of, write_table
 from bench.report.tables import newest
 from tdkernels.autotune import disk_cache, table
-from tdkernels.autotune.problem import Problem, slug
-from tdkernels.autotune.tunable import tunable, versions
+from tdkernels.autotune.tunable import tunable
 
 
 def entries_of(rows):
@@ -26,24 +26,18 @@ def entries_of(rows):
 def _runs(rows, graph):
     """Return {problem: {method: row}} of the newest runs, eager or in CUDA graphs."""
     chosen = [row for row in rows if row["graph"] == graph]
-    return newest(chosen, lambda row: None, _problem, with_overrides=True).get(None, {})
-
-
-def _problem(row):
-    sizes, ranks = (row["m"], row["n"], row["k"]), row["num_gpus"]
-    return Problem(row["op"], row["gpu"], ranks, ranks, row["dtype"], "nk", sizes)
+    runs = newest(chosen, lambda row: None, lambda row: problem_of(row, row["num_gpus"]), with_overrides=True)
+    return runs.get(None, {})
 
 
 def _entry(problem, eager, captured):
     """Return the entry of a problem from its rows, {method: row}, of eager calls and of CUDA graphs."""
     known = [method for method, row in eager.items() if row["config"] and method in captured]
     best = min(known, key=lambda method: math.sqrt(eager[method]["ms"] * captured[method]["ms"]))
-    row, tuned = eager[best], tunable(problem.operator)
-    wire_ms = tuned.floors(problem).wire_bytes / row["link_gbps"] / 1e6
-    return table.Entry(
-        problem, {**versions(tuned), "torch": row["torch"], "triton": row["triton"]},
-        tuned.config_to_dict(tuned.config_from_dict(row["config"])), row["ms"], eager["sequence"]["ms"],
-        eager["tdkernels-default"]["ms"], eager["gemm"]["ms"], wire_ms, row["date"][:10],
+    wire_bytes = tunable(problem.operator).floors(problem).wire_bytes
+    return entry_of(
+        problem, eager[best], plain_ms=eager["sequence"]["ms"], default_ms=eager["tdkernels-default"]["ms"],
+        local_ms=eager["gemm"]["ms"], wire_ms=wire_bytes / eager[best]["link_gbps"] / 1e6,
     )
 
 
@@ -59,8 +53,7 @@ def main(arguments=None):
         for operator, gpu in dict.fromkeys(map(table.head, entries)):
             new = [entry for entry in entries if table.head(entry) == (operator, gpu)]
             merged = table.newest([*disk_cache.shipped_entries(operator, gpu), *new])
-            file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
-            file.write_text(table.to_json(merged), encoding="utf-8")
+            write_table(operator, gpu, merged)
             print(f"{path}: {len(new)} entries of {operator} for {gpu}")
 
 

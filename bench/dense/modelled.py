@@ -6,7 +6,6 @@ know how many programs that push are too many for a link, and only the default n
 real one. A problem with an entry that was measured on all ranks keeps it if that one is faster or not older.
 """
 
-import re
 from pathlib import Path
 
 from bench.core.points import read_solo
@@ -26,7 +25,7 @@ def best_rows(folder=RESULTS):
     A problem is left out if a kernel that is not shipped was faster.
     """
     rows = filter(_can_compete, read_solo(folder))
-    runs = newest(rows, lambda row: None, _problem, with_overrides=True).get(None, {})
+    runs = newest(rows, lambda row: None, lambda row: problem_of(row, row["ranks"]), with_overrides=True).get(None, {})
     best = {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in runs.items()}
     return {problem: row for problem, row in best.items() if _can_ship(row)}
 
@@ -45,30 +44,28 @@ def _can_ship(row):
     return row["op"] != "ag_gemm" or row["config"].get("warp_specialize", False)
 
 
-def _problem(row):
-    sizes = row["m"], row["n"], row["k"]
-    return Problem(row["op"], row["gpu"], row["ranks"], row["ranks"], row["dtype"], "nk", sizes)
+def problem_of(row, ranks):
+    """Return the problem of a row for a number of ranks on one node."""
+    return Problem(row["op"], row["gpu"], ranks, ranks, row["dtype"], "nk", (row["m"], row["n"], row["k"]))
 
 
-def entry_of(problem, row):
-    """Return the table entry of a row."""
+def entry_of(problem, row, **times):
+    """Return the table entry of a row, with further fields of ``table.Entry``."""
     tuned = tunable(problem.operator)
     config = tuned.config_to_dict(tuned.config_from_dict(row["config"]))
     measured_with = {**versions(tuned), "torch": row["torch"], "triton": row["triton"]}
-    return table.Entry(
-        problem, measured_with, config, row["ms"], local_ms=row["gemm_ms"], wire_ms=row["wire_ms"],
-        when=row["date"][:10], graph=row["graph"], modelled=True,
-    )
+    return table.Entry(problem, measured_with, config, row["ms"], when=row["date"][:10], graph=row["graph"], **times)
 
 
 def modelled_entries(folder=RESULTS):
     """Return {(operator, GPU): modelled entries} without those of problems that keep their measured entry."""
     found = {}
     for problem, row in best_rows(folder).items():
-        entry = entry_of(problem, row)
+        entry = entry_of(problem, row, local_ms=row["gemm_ms"], wire_ms=row["wire_ms"], modelled=True)
+        entries = found.setdefault(table.head(entry), [])
         measured = {each.problem: each for each in measured_entries(*table.head(entry))}.get(problem)
         if measured is None or measured.ms > entry.ms and measured.when < entry.when:
-            found.setdefault(table.head(entry), []).append(entry)
+            entries.append(entry)
     return found
 
 
@@ -77,17 +74,18 @@ def measured_entries(operator, gpu):
     return [entry for entry in disk_cache.shipped_entries(operator, gpu) if not entry.modelled]
 
 
+def write_table(operator, gpu, entries):
+    """Write a shipped table."""
+    file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(table.to_json(entries), encoding="utf-8")
+
+
 def main():
     """Replace the modelled entries of the shipped tables."""
-    found = modelled_entries()
-    heads = {table.head(entry_of(problem, row)) for problem, row in best_rows().items()}
-    for operator, gpu in sorted(heads):
-        entries = found.get((operator, gpu), [])
-        file = disk_cache.SHIPPED / slug(gpu) / f"{operator}.json"
-        measured = measured_entries(operator, gpu)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(table.to_json([*measured, *entries]), encoding="utf-8")
-        print(re.sub(r"^.*/tdkernels/", "tdkernels/", str(file)), f"{len(entries)} modelled entries")
+    for (operator, gpu), entries in modelled_entries().items():
+        write_table(operator, gpu, [*measured_entries(operator, gpu), *entries])
+        print(f"{operator} for {gpu}: {len(entries)} modelled entries")
 
 
 if __name__ == "__main__":

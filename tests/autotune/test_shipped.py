@@ -105,7 +105,8 @@ def test_modelled_entries_are_those_of_the_recorded_rows():
     """If this fails after a benchmark in solo mode, run ``python -m bench.dense.modelled``."""
     shipped = [entry for file in FILES for entry in disk_cache.load(file) if entry.modelled]
     by_table = modelled_entries()
-    heads = sorted(by_table, key=lambda head: (slug(head[1]), head[0]))  # as the files
+    filled = [head for head, made in by_table.items() if made]
+    heads = sorted(filled, key=lambda head: (slug(head[1]), head[0]))  # as the files
     made = [entry for head in heads for entry in table.from_json(table.to_json(by_table[head]))[0]]
     ignored = {"versions": {}}  # the hash of the kernels is that of the code when the table was written
     assert shipped and [replace(e, **ignored) for e in shipped] == [replace(e, **ignored) for e in made]

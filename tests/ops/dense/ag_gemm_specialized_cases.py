@@ -116,7 +116,7 @@ def replays_in_a_graph():
     call = lambda config: tdkernels.ag_gemm(x, weight, config=AgGemmConfig(**config))  # noqa: E731
     with specialized():
         call(CONFIG)
-    specialized_support.replays_in_a_graph(x, lambda: call(CONFIG), lambda: call(PLAIN))
+    specialized_support.replays_in_a_graph(x.normal_, lambda: call(CONFIG), lambda: call(PLAIN))
 
 
 def falls_back(n, k, dtype):

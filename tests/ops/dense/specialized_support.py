@@ -9,13 +9,16 @@ ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_dev
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 
 
-def replays_in_a_graph(x, specialized, plain):
-    """Check replays of a CUDA graph of three calls of ``specialized``, which has run once, with new values of x."""
+def replays_in_a_graph(renew, specialized, plain):
+    """Check replays of a CUDA graph of three calls of ``specialized``, which has run once, with new operands.
+
+    ``renew`` changes the operands in place.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = [specialized() for _ in range(3)]
     for _ in range(4):
-        x.normal_()
+        renew()
         graph.replay()
         expected = plain()
         assert all(torch.equal(result, expected) for result in found)

@@ -8,8 +8,8 @@ Barriers of shared memory are of the kind "mbarrier":
     OUT_FREE  it has been read
 
 A tile leaves in two halves, columns 0 to HALF_N - 1 first, or in other blocks of HALF_N columns that ``PASS`` of
-``multiply_partition`` makes of it. A kernel can have work items that are half a tile: its first
-or last HALF_N columns (HALF_COLUMNS), or its first HALF_M rows (HALF_ROWS). Their numbers are odd then.
+``multiply_partition`` makes of it. A kernel can have work items that are half a tile, with odd numbers: its first or
+last HALF_N columns (HALF_COLUMNS), or its first HALF_M rows (HALF_ROWS).
 """
 
 from triton.experimental import gluon

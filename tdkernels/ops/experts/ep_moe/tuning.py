@@ -86,11 +86,11 @@ class EpMoeTunable(ConfigTunable):
         gemm = config.gemm
         tiles = {} if gemm is None or gemm.tiles is None else {"tiles": asdict(gemm.tiles)}
         # Entries of the tables never have these fields, but ``explain`` may be called for such a config.
-        others = {} if config.ep is None else {"ep": text_of(config.ep)}
+        others: dict[str, Any] = {} if config.ep is None else {"ep": text_of(config.ep)}
         if gemm is not None and gemm.method != "fused":
             others["gemm"] = gemm.method
         if gemm is not None and gemm.warp_specialize:
-            others["warp_specialize"] = "True"
+            others["warp_specialize"] = True
         return {"method": config.method or "sequence", **tiles, **others}
 
     def config_from_dict(self, values: dict[str, Any]) -> EpMoeConfig:

@@ -166,7 +166,7 @@ def linear_by_tree(
 
     def prepare(x, w, splits):
         y = output_spec(x, x.shape[0], w.shape[1], dtype=out_dtype)
-        args, constants = _arguments(x, w, splits, y, None, None, tiles, None)
+        args, constants = _arguments(x, w, _layout(w, None), splits, y, None, None, tiles, None)
         constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves)
         grid = (min(tiles.count(x.shape[0], w.shape[1]), gpu.resident_programs(x.device, tiles, x.dtype)),)
         return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), [y], [])
@@ -214,14 +214,14 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     y, pre = made[0], made[1] if keep else None
     operands = x, w, splits, *gemm_operands.scale_operands(scales)
     layout, config = _layout(w, activation), _config_for(x, w, config, scales)
-    if scales is None and launch_specialized.supports(x, w, layout, activation, config):
+    if scales is None and _specializes(x, w, layout, activation, config):
         counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
         args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config)
         made.append(counter)
         grid = (launch_specialized.num_programs(rows, experts, layout, x.device),)
         return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [])
     tiles = config.tiles
-    args, constants = _arguments(x, w, splits, y, pre, activation, tiles, scales)
+    args, constants = _arguments(x, w, layout, splits, y, pre, activation, tiles, scales)
     upper = (rows // tiles.block_m + min(experts, rows)) * cdiv(layout[1], constants["PRODUCT"].block_n)
     grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
     return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
@@ -233,6 +233,12 @@ def _layout(w, activation):
     return *planes_of(w, activation), strides, is_kn
 
 
+def _specializes(x, w, layout, activation, config):
+    """Return whether the warp-specialized kernel runs these operands."""
+    fits = tma_fits(x.shape[1], w, *layout[2], layout[3], config.tiles)
+    return launch_specialized.supports(x, w, layout, activation, config, fits)
+
+
 def compile(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, config: "GroupGemmConfig | None",
 ) -> None:
@@ -241,20 +247,17 @@ def compile(
         return  # interpreted
     x, w = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0]
     layout, config = _layout(w, activation), _config_for(x, w, config)
-    if launch_specialized.supports(x, w, layout, activation, config):
+    if _specializes(x, w, layout, activation, config):
         counter, y = splits.new_empty(1, dtype=torch.int32), x.new_empty(1, layout[1])
         args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, None, config)
         launch_specialized.kernel().warmup(*args, grid=(1,), **constants)
         return
-    args, constants = _arguments(x, w, splits, x.new_empty(1), None, activation, config.tiles, None)
+    args, constants = _arguments(x, w, layout, splits, x.new_empty(1), None, activation, config.tiles, None)
     group_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def _arguments(x, w, splits, y, pre, activation, tiles, scales):
-    rows, k = x.shape
-    experts = w.shape[0]
-    w, *strides, is_kn = weight_layout(w, activation)
-    planes, n = planes_of(w, activation)
+def _arguments(x, w, layout, splits, y, pre, activation, tiles, scales):
+    (planes, n, strides, is_kn), (rows, k), experts = layout, x.shape, w.shape[0]
     w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
     x_desc = rows_descriptor(x, constants, tiles)
     args = x, x_desc, w, w_desc, *gemm_operands.scale_pointers(scales), splits, y, pre

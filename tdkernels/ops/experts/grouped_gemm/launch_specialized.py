@@ -25,26 +25,21 @@ def kernel() -> Any:
 
 def supports(
     x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
+    fits_tma: bool,
 ) -> bool:
     """Return whether the kernel runs x [R, K] and a weight w.
 
     ``layout`` is (planes, N of a plane, strides of planes and rows, is_kn), see ``launch.weight_layout``. The planes
-    must be adjacent, because they are read as one matrix.
+    must be adjacent, because they are read as one matrix. ``fits_tma``: the result of ``launch.tma_fits``.
     """
-    if not specialized.is_enabled(config):
+    if not fits_tma or not specialized.is_enabled(config) or activation not in (None, "swiglu"):
         return False
     (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or activation not in (None, "swiglu") or min(n, k) < 2:
+    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or n % 8 or w.shape[0] > _MOST_EXPERTS:
         return False
-    if w.shape[0] > _MOST_EXPERTS:
+    if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or planes * max(n, k) >= 1 << 31:
         return False
-    # A block past the last row of a plane [K, N] would read the next plane, which may contain NaN.
-    if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or is_kn and k % _BLOCK_K:
-        return False
-    starts = x.data_ptr(), w.data_ptr(), 2 * k, 2 * n, 2 * stride_w
-    if any(start % 16 for start in starts) or planes * max(n, k) >= 1 << 31 or recorder.active is not None:
-        return False
-    return triton_is_tested() and kernel() is not None
+    return recorder.active is None and triton_is_tested() and kernel() is not None
 
 
 def _output_descriptor(y):
