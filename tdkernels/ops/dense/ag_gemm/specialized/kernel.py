@@ -90,10 +90,11 @@ def ag_gemm_specialized_kernel(
     has_bias: gl.constexpr = bias_ptr is not None
     epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3)
     biased: gl.constexpr = add_bias if has_bias else no_epilogue
+    halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, biased, pass_halves, 2)),
-            (multiply_partition, (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, biased, pass_halves, 2)),
+            (multiply_partition, (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, biased, halves, 2)),
+            (multiply_partition, (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, biased, halves, 2)),
             (push_partition, (ctx, x_ptr.to(gl.int64), half, signal, shard, gl.program_id(0), num_comm, FIXED_HALF)),
             (
                 load_partition,

@@ -117,10 +117,11 @@ def gemm_rs_specialized_kernel(
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
     epilogue: gl.constexpr = no_epilogue
+    halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, None, 0, NO_HALVES, W_IS_KN, epilogue, pass_halves, 2)),
-            (multiply_partition, (memory, bars, steps, None, 1, NO_HALVES, W_IS_KN, epilogue, pass_halves, 2)),
+            (multiply_partition, (memory, bars, steps, None, 0, NO_HALVES, W_IS_KN, epilogue, halves, 2)),
+            (multiply_partition, (memory, bars, steps, None, 1, NO_HALVES, W_IS_KN, epilogue, halves, 2)),
             (
                 _add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
