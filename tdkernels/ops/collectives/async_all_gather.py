@@ -61,37 +61,53 @@ class AsyncAllGather(AsyncCollective):
         fields: As for ``Workspace.prepare``.
         x: This rank's shard, contiguous and 16-byte aligned.
         group: The resolved group.
-        chunk_rows: Rows per chunk, which is sent with one signal.
+        chunk_rows: Rows per chunk.
         copies: Whether ``copy`` will be called.
+        signals_of_chunk: Consecutive signals of a chunk. ``push`` and ``copy`` set one. A kernel that sends the shard
+            may set several, for example one for each part of the columns.
         num_flags: Private words for a kernel that sends the shard.
     """
 
     def __init__(
         self, operator: str, fields: Mapping[str, Any], x: torch.Tensor, group: "dist.ProcessGroup", chunk_rows: int,
-        copies: bool = False, num_flags: int = 0,
+        copies: bool = False, signals_of_chunk: int = 1, num_flags: int = 0,
     ) -> None:
         super().__init__("gather", group, x.device, across_nodes=True)
         self.x = x.detach()
         self.rows, self.width = x.shape
         self.chunk_rows = chunk_rows
         self.num_chunks = cdiv(self.rows, chunk_rows)
+        self.signals_of_chunk = signals_of_chunk
+        self._has_received = False
         self.slot_rows = slot_rows_of(self.rows)
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes
         self.plan = self.workspace.prepare(
-            operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks, num_flags
+            operator, fields, self.world_size * self.slot_bytes,
+            self.world_size * self.num_chunks * signals_of_chunk, num_flags,
         )
         if copies and not self.spans_nodes:
             self.workspace.expect_copies()
 
     @classmethod
-    def start(cls, operator: str, x: torch.Tensor, group: "dist.ProcessGroup") -> "AsyncAllGather":
-        """Begin an all-gather of x and push the shard concurrently with the work that the caller launches next."""
+    def start(
+        cls, operator: str, x: torch.Tensor, group: "dist.ProcessGroup", copies: bool = False
+    ) -> "AsyncAllGather":
+        """Begin an all-gather of x and send the shard concurrently with the work that the caller launches next.
+
+        Args:
+            operator, x, group: As for the class. x may have any layout.
+            copies: Whether the copy engine sends the shard, for callers that wait for all shards with ``finish``. It
+                takes no SM from the other work.
+        """
         x = rows_contiguous(x)
-        fields = {"rows": x.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
-        gather = cls(operator, fields, x, group, _CHUNK_ROWS)
+        fields = {"rows": x.shape[0], "width": x.shape[1], "dtype": str(x.dtype), "by copies": copies}
+        gather = cls(operator, fields, x, group, max(x.shape[0], 1) if copies else _CHUNK_ROWS, copies)
         gather.begin()
-        gather.push()
+        if copies:
+            gather.copy(in_order=False)
+        else:
+            gather.push()
         return gather
 
     def push(self, num_programs: int | None = None) -> None:
@@ -157,12 +173,19 @@ class AsyncAllGather(AsyncCollective):
         """Make the current stream wait for all shards, including the copy of this rank's. Then ``gathered`` is valid.
         """
         self._join()
-        self._await(1, self.world_size)
+        if not self._has_received:
+            self._await(1, self.world_size)
+
+    def mark_received(self) -> None:
+        """Declare that work on the current stream has waited for all shards, so that ``finish`` does not wait again."""
+        self._has_received = True
 
     def _await(self, first_step, last_step, chunk=None):
         kernel = await_nodes_kernel if self.spans_nodes else await_kernel
-        chunks = (0, self.num_chunks) if chunk is None else (chunk, chunk + 1)
-        self._launch(kernel, self.num_chunks, *chunks, first_step, last_step, self.plan)
+        first_chunk, last_chunk = (0, self.num_chunks) if chunk is None else (chunk, chunk + 1)
+        count = self.signals_of_chunk
+        signals = self.num_chunks * count, first_chunk * count, last_chunk * count
+        self._launch(kernel, *signals, first_step, last_step, self.plan)
         self._check()
 
     @property

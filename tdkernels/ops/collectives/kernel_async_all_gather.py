@@ -106,18 +106,19 @@ def notify_kernel(ctx, index, peer, plan, CHECK_FAILED: tl.constexpr):
     td.notify(ctx, td.signal_at(ctx, 0, index), peer, signal, CHECK_FAILED=CHECK_FAILED)
 
 
-@td.jit(do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"])
-def await_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step, plan):
-    """Wait for a range of chunks of the shards of rank - ``first_step``, rank - ``first_step`` - 1, and so on.
+@td.jit(do_not_specialize=["num_signals", "first_signal", "last_signal", "first_step", "last_step", "plan"])
+def await_kernel(ctx, num_signals, first_signal, last_signal, first_step, last_step, plan):
+    """Wait for a range of the signals of rank - ``first_step``, rank - ``first_step`` - 1, and so on.
 
-    Both ranges, of chunks and of steps, exclude their last index.
+    num_signals: signals of a rank, one or more for each chunk
+    Both ranges, of signals and of steps, exclude their last index.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     for step in range(first_step, last_step):
         source = (me + ranks - step) % ranks
-        for chunk in range(first_chunk, last_chunk):
-            # producer: push_kernel, the copy engine or notify_kernel of the source
-            td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_chunks + chunk), signal, source)
+        for number in range(first_signal, last_signal):
+            # producer: push_kernel, the copy engine, notify_kernel or the kernel of ag_gemm of the source
+            td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_signals + number), signal, source)
     td.end_wait(ctx)

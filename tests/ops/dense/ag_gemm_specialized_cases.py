@@ -52,11 +52,26 @@ def computes_with_a_transposed_weight(dtype):
         case.check(case.run(config=AgGemmConfig(**CONFIG)))
 
 
-def computes_the_backward_of_gemm_rs(dtype):
+def computes_the_backward_of_gemm_rs(dtype, n):
     """Check a backward that keeps the gathered rows, with the layout [K, N] of the weight."""
-    case = Case("gemm_rs", dtype, 1024, 528, 1280)
+    case = Case("gemm_rs", dtype, 1024, n, 1280)
     with specialized():
         case.check(case.run())
+
+
+def keeps_the_gathered_rows(rows, n, k, chunk_tiles, repeats):
+    """Check the output and the gathered rows of calls whose chunks have several signals, with late ranks."""
+    delays = random.Random(dist.get_rank())
+    config, plain = (AgGemmConfig(**{**one, "chunk_tiles": chunk_tiles}) for one in (CONFIG, PLAIN))
+    assert launch_specialized.num_slices(k, config) > 1
+    weight = _random(n, k)
+    for number in range(repeats):
+        x = _random(rows, k)
+        time.sleep(delays.uniform(0, 0.01))
+        y, full = tdkernels.ag_gemm(x, weight, return_gathered=True, config=config)
+        _, shards = tdkernels.ag_gemm_ref(x, weight, return_gathered=True)
+        assert torch.equal(full, shards) and torch.equal(y, tdkernels.ag_gemm(x, weight, config=plain)), number
+    tdkernels.synchronize()
 
 
 def _random(*shape):

@@ -1,6 +1,7 @@
 """The partition of the warp-specialized ag_gemm that pushes: on the CPU, with stand-ins for Gluon, in random order."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +25,8 @@ class Push:
         self.rows, self.ranks, self.num_workers, self.fixed_half = rows, ranks, num_workers, fixed_half
         self.row_bytes = 2 * k
         config = AgGemmConfig(tiles=TILES, chunk_tiles=chunk_tiles, warp_specialize=True)
-        self.slices = launch_specialized.num_slices(k, config, fixed_half)
-        self.num_flags = launch_specialized.num_flags(rows, k, ranks, config, fixed_half)
+        self.slices = launch_specialized.num_slices(k, config)
+        self.num_flags = launch_specialized.num_flags(rows, k, ranks, config)
         self.chunk_rows = min(128 * chunk_tiles, rows)
         self.num_chunks = cdiv(rows, 128 * chunk_tiles)
         self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
@@ -137,10 +138,11 @@ def test_errors_are_found(mutant):
 
 
 def test_number_of_slices():
-    """Only calls that may run the specialized kernel have several, and not those whose gathered rows are kept."""
+    """Only calls that may run the specialized kernel have several, and only if programs push."""
     config = AgGemmConfig(tiles=TILES, warp_specialize=True)
-    assert [launch_specialized.num_slices(k, config, False) for k in (0, 1024, 1025, 8192)] == [1, 1, 2, 8]
-    assert launch_specialized.num_slices(1088, config, True) == 1
-    assert launch_specialized.num_slices(1088, AgGemmConfig(tiles=TILES), False) == 1
-    other_tile = AgGemmConfig(tiles=Tiles(64, 64, 64), warp_specialize=True)
-    assert launch_specialized.num_slices(1088, other_tile, False) == 1
+    assert [launch_specialized.num_slices(k, config) for k in (0, 1024, 1025, 8192)] == [1, 1, 2, 8]
+    assert launch_specialized.num_slices(1088, config, num_nodes=2) == 1
+    others = [
+        AgGemmConfig(tiles=TILES), replace(config, tiles=Tiles(64, 64, 64)), replace(config, transport="copy_engine"),
+    ]
+    assert [launch_specialized.num_slices(1088, other) for other in others] == [1, 1, 1]

@@ -71,7 +71,7 @@ def _arguments(
     )
     if late is None:
         return (*before, weights[0], w_descs[0], biases[0], ys[0], *common), constants
-    constants["SLICES"] = launch_specialized.num_slices(k, config, fixed_half)
+    constants["SLICES"] = launch_specialized.num_slices(k, config)
     y_descs = output_descriptors(x, ys, config, segment_rows, constants)
     pointers = list(zip(weights, w_descs, biases, ys, y_descs, strict=True))
     unused = MAX_WEIGHTS - len(weights)
@@ -239,15 +239,15 @@ def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     """Return the Launch of the kernel that also sends this rank's shard."""
     fields = with_config(_fields(x, weights, segment_rows, scales), config)
     rows, k = x.shape
-    ranks = workspace.world_size
+    ranks, num_nodes = workspace.world_size, workspace.group.topology.num_nodes
     chunks = num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
     # The last rows of a slot hold the scales.
     slot_rows += slot_rows_of(cdiv(slot_rows * row_bytes(scales), k * x.element_size()))
     plan = workspace.prepare(
         "ag_gemm", fields, ranks * slot_rows * k * x.element_size(),
-        ranks * chunks * launch_specialized.num_slices(k, config, fixed_half=False),
-        launch_specialized.num_flags(rows, k, ranks, config, fixed_half=False),
+        ranks * chunks * launch_specialized.num_slices(k, config, num_nodes),
+        launch_specialized.num_flags(rows, k, ranks, config, num_nodes),
     )
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     memory = gathered, slot_rows, plan, False
@@ -307,8 +307,12 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
     copies = config.transport == "copy_engine"
     fields = with_config(_fields(x, weights, segment_rows, scales), config)
     chunk_rows = config.chunk_tiles * config.tiles.block_m
-    num_flags = launch_specialized.num_flags(*x.shape, group.size(), config, fixed_half=True)
-    gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies, num_flags)
+    num_nodes = group_state(group).topology.num_nodes
+    gather = AsyncAllGather(
+        "ag_gemm", fields, x, group, chunk_rows, copies,
+        launch_specialized.num_slices(x.shape[1], config, num_nodes),
+        launch_specialized.num_flags(*x.shape, group.size(), config, num_nodes),
+    )
     gather.begin()
     if copies:
         gather.copy(own=keep_gathered)
@@ -321,6 +325,8 @@ def _launch_with_gather(x, weights, biases, group, config, keep_gathered, segmen
         return _prepare_tiles(gather, x, rest[:count], rest[count : 2 * count], config, segment_rows, given)
 
     ys = launch_cached(WithinCall(gather.workspace), key, operands, prepare)
+    if x.shape[1] and all(weight.shape[0] for weight in weights):  # the tiles have waited for all chunks
+        gather.mark_received()
     if keep_gathered:
         return ys, gather
     gather.close()

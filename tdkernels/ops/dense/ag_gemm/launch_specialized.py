@@ -45,18 +45,21 @@ def supports(
     return all(specialized.supports(x, weight) for weight in weights) and _kernel() is not None
 
 
-def num_slices(k: int, config: Any, fixed_half: bool) -> int:
-    """Return the number of signals of a chunk with ``k`` columns, on whatever rank the kernel runs."""
-    if fixed_half or not specialized.is_enabled(config):
+def num_slices(k: int, config: Any, num_nodes: int = 1) -> int:
+    """Return the number of signals of a chunk with ``k`` columns, on whatever rank the kernel runs.
+
+    The copy engine and the kernels for several nodes set one.
+    """
+    if num_nodes > 1 or config.transport != "push" or not specialized.is_enabled(config):
         return 1
     return max(cdiv(k, SLICE_K), 1)
 
 
-def num_flags(rows: int, k: int, world_size: int, config: Any, fixed_half: bool) -> int:
+def num_flags(rows: int, k: int, world_size: int, config: Any, num_nodes: int = 1) -> int:
     """Return the private words that the kernel needs for a shard [rows, k], on whatever rank it runs."""
-    if not specialized.is_enabled(config) or config.transport != "push":
+    if num_nodes > 1 or config.transport != "push" or not specialized.is_enabled(config):
         return 0
-    return num_chunks(rows, config) * num_slices(k, config, fixed_half) * (world_size - 1)
+    return num_chunks(rows, config) * num_slices(k, config) * (world_size - 1)
 
 
 def is_bound_by_link(n: int, world_size: int) -> bool:
@@ -109,7 +112,7 @@ def _arguments(
     ]
     unused = MAX_WEIGHTS - len(weights)
     # Slices of about the same size.
-    slice_steps = cdiv(cdiv(k, _BLOCK_K), num_slices(k, config, fixed))
+    slice_steps = cdiv(cdiv(k, _BLOCK_K), num_slices(k, config))
     sizes = [weight.shape[0] for weight in weights] + [0] * unused
     args = (
         ctx, x, specialized.rows_descriptor(x, 1, rows, rows * k), specialized.rows_descriptor(*gathered),

@@ -89,6 +89,7 @@ def launch(
                     gather.copy_out(into, source)
                 multiply(rows_of(shards[source], first, count), source, first)
         if keep_gathered:
+            gather.mark_received()
             closing.pop_all()
     return [y.view(-1, y.shape[2]) for y in ys], gather if keep_gathered else None
 
