@@ -1,8 +1,12 @@
 """When the pipelined form of a backward is used, and how it divides rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tdkernels import AgGemmConfig, Tiles
+from tdkernels.ops.dense import backward
 from tdkernels.ops.dense.vendor_gemm import cut, host_s_of_backward, is_worth_its_launches, product_of, rows_of
 
 
@@ -28,6 +32,21 @@ def is_pipelined(operator, ranks, m, n, k):
 def test_small_calls_are_not_pipelined(operator, ranks, n, k, expected):
     """With 8192 tokens on H200. The GPU finishes a small call before the host could launch the pipelined form."""
     assert is_pipelined(operator, ranks, 8192, n, k) is expected
+
+
+@pytest.mark.parametrize("choice, expected", [
+    (AgGemmConfig(tiles=Tiles(128, 256, 64), warp_specialize=True), False),
+    (AgGemmConfig(tiles=Tiles(128, 256, 64), warp_specialize=True, transport="copy_engine"), True),
+    (AgGemmConfig(tiles=Tiles(128, 256, 64)), True),
+    (AgGemmConfig(method="torch"), True),
+    (AgGemmConfig(method="parts"), True),
+])
+def test_backward_of_gemm_rs_prefers_the_specialized_kernel(choice, expected, monkeypatch):
+    monkeypatch.setattr(backward, "spans_nodes", lambda group: False)
+    dz, x = torch.empty(2048, 8192, device="meta"), torch.empty(8192, 7168, device="meta")
+    group = SimpleNamespace(size=lambda: 4)
+    assert backward._gemm_rs_in_parts("", choice, dz, x, True, group) is expected
+    assert not backward._gemm_rs_in_parts("", choice, dz, x, False, group)
 
 
 def test_more_ranks_need_larger_calls():
