@@ -7,22 +7,34 @@ PYTHON ?= python3
 VENV   ?= .venv
 
 ifeq ($(strip $(VENV)),)
-PY    := $(PYTHON)
-READY :=
+PY     := $(PYTHON)
+READY  :=
+OLDEST :=
 # Without a virtual environment the package is not installed, so it must be on the path.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
-PY    := $(VENV)/bin/python
-READY := $(VENV)/.installed
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.installed
+# tests/compiled/test_oldest_triton.py is skipped if this file does not exist.
+OLDEST := $(VENV)/oldest-triton/.installed
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -c constraints.txt -e '.[dev,bench,docs]'
 	touch $@
+
+# The oldest supported triton, for test_oldest_triton.py alone: Python does not import packages from this folder unless it
+# is in PYTHONPATH. It takes about 650 MB.
+$(OLDEST): pyproject.toml | $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install -q --no-deps --no-compile --target $(@D) \
+		"triton==$$(sed -n 's/.*"triton>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
+	touch $@
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-integrations test-gpu test-one-gpu fuzz chaos lint docs docs-serve bench clean
+.PHONY: help demo test test-oldest test-newest test-integrations test-gpu test-one-gpu fuzz chaos \
+	lint docs docs-serve bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -35,7 +47,7 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 # removed even if the process is killed. The tests in ALONE run first: they check files that processes leave behind, or
 # measure time. CI=true: each part must run tests on several ranks.
 ALONE := tests/symm tests/test_import.py
-test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
+test: $(READY) $(OLDEST)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); export TDKERNELS_TEST_CLAIMS=$$beside/claims; mkdir $$TDKERNELS_TEST_CLAIMS; \
 	CI=true TMPDIR=$$beside TDKERNELS_TEST_REVERSED=1 $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--ignore=%) \
@@ -45,6 +57,9 @@ test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test fin
 	echo '$(PY) -m pytest -q'; CI=true $(PY) -m pytest -q tests $(ALONE:%=--ignore=%); first=$$?; \
 	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other modules'; cat $$beside/log; \
 	[ $$first = 0 ] && [ $$second = 0 ]
+
+test-oldest: $(READY) $(OLDEST)  ## compile the Gluon kernels with the oldest supported triton, as `make test` does too
+	$(PY) -m pytest -q -rs tests/compiled/test_oldest_triton.py
 
 # A separate environment, upgraded on each run. It needs about 6 GB, because the newest torch is a CUDA build.
 NEWEST ?= .venv-newest
