@@ -8,6 +8,7 @@ All methods of a case run in turns, in CUDA graphs or with ``--eager``:
     torch fused    torch's fused operator (torch.ops.symm_mem), without multicast
     bf16           the operator of tdkernels with bf16 operands of the same size
     tdkernels      the operator with scaled operands, with the selected config
+    default        the operator with the heuristic config; also "default, plain", without warp specialization
     push 1, ...    the operator with the best configs of each kind by the cost model
 
 ``--solo W`` measures one rank of W on one GPU (see ``bench.dense.solo``). Rows are appended to a file in ``--out``.
@@ -147,6 +148,14 @@ def _exact(case, problem, operands):
     return product.unflatten(0, (case.ranks, -1)).sum(0)
 
 
+def _defaults(case, problem):
+    """Return {name: config}: the heuristic config, and the same without warp specialization."""
+    tuned = tunable(case.operator)
+    default = tuned.default(problem, rank_device())
+    plain = tuned.as_recorded(default)
+    return {"default": default} if plain == default else {"default": default, "default, plain": plain}
+
+
 def _configs(case, problem):
     """Return {name: config}: the best of each kind by the cost model."""
     device, tuned = rank_device(), tunable(case.operator)
@@ -173,7 +182,7 @@ def _methods(case, problem, sets):
     if case.layout != "scaled by block" or multiplies_blocks(mm[0].shape[0], mm[0].shape[1], mm[0].device):
         calls["gemm"] = lambda _: scaled_linear(mm[0], mm[1], None, mm[2])
     unchecked = list(calls)
-    configs = _configs(case, problem) if case.configs else {}
+    configs = _defaults(case, problem) | (_configs(case, problem) if case.configs else {})
     calls |= {name: lambda one, config=config: operator(one, config) for name, config in configs.items()}
     calls["tdkernels"] = operator
     if not case.solo:

@@ -14,7 +14,7 @@ from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 from tdkernels.ops.dense.ag_gemm.launch_specialized import SLICE_K, is_bound_by_link, whole_tiles
 from tdkernels.rounding import cdiv
 
-BLOCK_M, BLOCK_N, _ = SPECIALIZED_TILE
+BLOCK_M, BLOCK_N = SPECIALIZED_TILE
 PROGRAMS = 131  # solo mode leaves one SM to the relay
 _RATE_OF_EIGHT = 320e9  # bytes per second that each of 8 H200 receives from the others, fitted to all rows
 # Fitted to 8192 x 28672 x 4096 on H200.

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from tests.compiled.flash_decode import split_launches
-from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch, group_gemm_launch
+from tests.compiled.specialized import E4M3, ag_gemm_launch, gemm_rs_launch, group_gemm_launch
 from tests.compiled.targets import BF16, FP16
 from tests.support.aot import compile_for, without_machine_code
 
@@ -26,6 +26,8 @@ def gluon_launches():
         gemm_rs_launch(8, BF16), gemm_rs_launch(2, FP16, w_is_kn=True, bias=True),
         ag_gemm_launch(1, BF16), ag_gemm_launch(1, FP16, w_is_kn=True, bias=True),
         ag_gemm_launch(3, BF16, bias=True), ag_gemm_launch(3, BF16, w_is_kn=True, bias=True, fixed_half=True),
+        gemm_rs_launch(4, E4M3), gemm_rs_launch(8, E4M3, bias=True, per_row=False), ag_gemm_launch(1, E4M3),
+        ag_gemm_launch(1, E4M3, bias=True, fixed_half=True),
         group_gemm_launch(128, BF16), group_gemm_launch(3, FP16, w_is_kn=True),
         group_gemm_launch(256, BF16, "swiglu", keep=True), *(parts for parts, _ in latents),
     ]

@@ -3,6 +3,7 @@
 import torch
 
 from tdkernels import AgGemmConfig, GroupGemmConfig, Tiles
+from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
 from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
@@ -14,6 +15,7 @@ from tests.support.aot import PLAN
 
 TILES = Tiles(128, 256, 64, num_stages=3)
 ROWS, N, K = 1024, 512, 448
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def _weight(dtype, w_is_kn):
@@ -21,14 +23,22 @@ def _weight(dtype, w_is_kn):
     return weight.t().contiguous().t() if w_is_kn else weight
 
 
-def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False):
-    """Return (kernel, args, kwargs)."""
+def _scales(dtype, rows):
+    """Return (scales of ``rows`` rows and of the rows of the weight for an fp8 dtype or None, dtype of the output)."""
+    if dtype.itemsize > 1:
+        return None, dtype
+    return Scales(torch.empty(rows, 1), torch.empty(N, 1), "row", torch.bfloat16, True), torch.bfloat16
+
+
+def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True):
+    """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8."""
     x = torch.empty(ranks * ROWS, K, dtype=dtype)
-    memory = x.new_empty(2 * TILES.block_m * TILES.block_n)
+    scales, out = _scales(dtype, ranks * ROWS if per_row else 1)
+    memory = torch.empty(2 * TILES.block_m * TILES.block_n, dtype=out)
     descs = [launch_gemm_rs._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
     args, constants = launch_gemm_rs._arguments(
         torch.empty(64, dtype=torch.int64), x, _weight(dtype, w_is_kn),
-        torch.empty(N, dtype=dtype) if bias else None, torch.empty(64, dtype=dtype), descs, ROWS, PLAN, TILES, ROWS,
+        torch.empty(N, dtype=out) if bias else None, torch.empty(64, dtype=out), descs, ROWS, PLAN, TILES, ROWS, scales,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return gemm_rs_specialized_kernel, args, constants
@@ -36,12 +46,13 @@ def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False):
 
 def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
     """Return (kernel, args, kwargs) for a number of weights."""
-    x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=dtype)
+    scales, out = _scales(dtype, 2 * ROWS if fixed_half else ROWS)
+    x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=out)
     gathered = x, 2, 2 * ROWS, 4 * x.numel()
     args, constants = launch_ag_gemm._arguments(
         torch.empty(64, dtype=torch.int64), x, gathered, [_weight(dtype, w_is_kn)] * weights,
-        [torch.empty(N, dtype=dtype) if bias else None] * weights, [y] * weights, ROWS, PLAN, 8, 132,
-        AgGemmConfig(tiles=TILES), ROWS, fixed_half,
+        [torch.empty(N, dtype=out) if bias else None] * weights, [y] * weights, ROWS, PLAN, 8, 132,
+        AgGemmConfig(tiles=TILES), ROWS, fixed_half, scales,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return ag_gemm_specialized_kernel, args, constants

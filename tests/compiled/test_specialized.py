@@ -6,16 +6,17 @@ import pytest
 
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import compile_gemm
-from tests.compiled.specialized import ag_gemm_launch, gemm_rs_launch, group_gemm_launch
+from tests.compiled.specialized import E4M3, E5M2, ag_gemm_launch, gemm_rs_launch, group_gemm_launch
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, assemble, compile_for, unwritten
 from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
+FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 
 
-def check(compiled, loops):
+def check(compiled, loops, product="HGMMA.64x{}x16"):
     """Check the machine code of a kernel whose two partitions have a main loop for each number of columns."""
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     ptx = compiled.asm["ptx"]
@@ -23,10 +24,10 @@ def check(compiled, loops):
     assert not unwritten(code)
     machine_code = [instruction for _, instruction in code]
     text = "\n".join(machine_code)
-    # Per step and partition: four products of 16 columns of K, and one wait, which leaves the last step in flight.
+    # Per step and partition: four products of 32 bytes of K, and one wait, which leaves the last step in flight.
     for width in loops:
-        assert text.count(f"HGMMA.64x{width}x16") == 8
-    assert text.count(WAIT) == 2 * len(loops) and text.count("HGMMA") == 8 * len(loops)
+        assert text.count(product.format(width)) == 8
+    assert text.count(WAIT) == 2 * len(loops) and text.count("GMMA.64x") == 8 * len(loops)
     assert "ldmatrix" not in ptx and "mma.sync" not in ptx
     return report, machine_code
 
@@ -34,7 +35,7 @@ def check(compiled, loops):
 def check_spills(report, code, most):
     """Check that at most this many bytes of a thread are spilled: values that are needed once per tile."""
     assert max(map(int, re.findall(r"(\d+) bytes stack frame", report)), default=0) <= most
-    check_loop(code, [at for at, instruction in enumerate(code) if "HGMMA" in instruction])
+    check_loop(code, [at for at, instruction in enumerate(code) if "GMMA.64x" in instruction])
 
 
 def check_loop(code, group):
@@ -64,6 +65,24 @@ def test_ag_gemm(weights, dtype, w_is_kn, bias, fixed_half):
     pushes = [at for at, instruction in enumerate(code) if re.search(r"(LDG|STG)\.E\.128", instruction)]
     assert len(pushes) == (32 if fixed_half else 16)  # 8 words of 16 bytes per thread, loaded and stored
     check_loop(code, pushes)
+
+
+@pytest.mark.parametrize("dtype, per_row, bias", [
+    (E4M3, True, False), pytest.param(E5M2, False, True, marks=thorough),
+], ids=str)
+def test_gemm_rs_in_fp8(dtype, per_row, bias):
+    """Products of fp8 stay in the accumulator, without a second one."""
+    report, code = check(compile_for(*gemm_rs_launch(4, dtype, False, bias, per_row), "sm_90"), [256], FP8_PRODUCT)
+    check_spills(report, code, 0)
+
+
+@pytest.mark.parametrize("dtype, bias, fixed_half", [
+    (E4M3, False, False), pytest.param(E5M2, True, True, marks=thorough),
+], ids=str)
+def test_ag_gemm_in_fp8(dtype, bias, fixed_half):
+    launch = ag_gemm_launch(1, dtype, bias=bias, fixed_half=fixed_half)
+    report, code = check(compile_for(*launch, "sm_90"), [256, 128], FP8_PRODUCT)
+    check_spills(report, code, 192)
 
 
 @pytest.mark.parametrize("experts, dtype, activation, w_is_kn, keep", [

@@ -10,7 +10,9 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
-SPECIALIZED_TILE = 128, 256, 64  # the only tile of the warp-specialized kernels: M, N, K
+# The only tile of the warp-specialized kernels: M and N, and the bytes of K, which are 64 or 128 elements.
+SPECIALIZED_TILE = 128, 256
+STEP_BYTES = 128
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
 

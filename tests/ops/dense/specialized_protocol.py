@@ -15,13 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tdkernels.ops.common.specialized import layout, load, multiply, store
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 
-BLOCK_M, BLOCK_N, BLOCK_K = SPECIALIZED_TILE
+(BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
 _CONSTANTS = [
-    "BLOCK_K", "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES",
-    "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES",
+    "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES", "NO_ITEM",
+    "OUT_FREE", "OUT_FULL", "STAGES", "STEP_BYTES",
 ]
 
 
@@ -215,6 +215,8 @@ class Run:
     # ---- stand-ins ----
 
     def _code(self, source):
+        for operand in ("x_desc", "x"):
+            source = source.replace(f" {operand}.dtype.primitive_bitwidth", " 16")
         tree = ast.parse(source)
         tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
         gl = SimpleNamespace(

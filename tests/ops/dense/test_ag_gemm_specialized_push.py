@@ -14,13 +14,17 @@ from tdkernels.rounding import cdiv
 from tests.ops.dense.specialized_protocol import Schedule
 
 SIGNAL, HALF, STRIDE = 7, 1, 1 << 40  # STRIDE: distance between the addresses of two ranks
+SCALES = 1 << 50  # address of the scales
 TILES = Tiles(128, 256, 64)
 
 
 class Push:
-    """The partitions of all programs of rank 1 that push a shard [rows, k] to the other ranks."""
+    """The partitions of all programs of rank 1 that push a shard [rows, k] to the other ranks.
 
-    def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, fixed_half, source=None):
+    ``scaled``: with the scales of its rows.
+    """
+
+    def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, fixed_half, source=None, scaled=True):
         self.schedule = Schedule(seed)
         self.rows, self.ranks, self.num_workers, self.fixed_half = rows, ranks, num_workers, fixed_half
         self.row_bytes = 2 * k
@@ -31,7 +35,9 @@ class Push:
         self.num_chunks = cdiv(rows, 128 * chunk_tiles)
         self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
         self.slot_bytes = cdiv(rows, 8) * 8 * self.row_bytes
-        self.items, self.flags, self.sent, self.signals = 0, {}, {}, []
+        self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes)
+        self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4, self.row_bytes) * self.row_bytes
+        self.items, self.flags, self.sent, self.sent_scales, self.signals = 0, {}, {}, {}, []
         self.code = self._code(source or Path(push.__file__).read_text())
 
     def __call__(self):
@@ -43,7 +49,7 @@ class Push:
         # The last one is a program that does not push.
         self.schedule.start({
             f"program {program}": lambda program=program: self.code["push_partition"](
-                None, 0, HALF, SIGNAL, shard, program, self.num_workers, self.fixed_half
+                None, 0, HALF, SIGNAL, shard, self.scales, program, self.num_workers, self.fixed_half
             )
             for program in [*range(started), self.num_workers]
         })
@@ -51,6 +57,8 @@ class Push:
         assert set(self.sent) == {(peer, row) for peer in peers for row in range(self.rows)}
         for parts in self.sent.values():
             assert sorted(parts) == self._parts_of_row(range(self.slices))
+        with_scales = [] if self.scales[0] is None or self.fixed_half else [peer for peer in peers if peer != 1]
+        assert self.sent_scales == {(peer, row): 1 for peer in with_scales for row in range(self.rows)}
         numbers = range(self.num_chunks * self.slices)
         expected = [(peer, self.num_chunks * self.slices + number) for peer in peers if peer != 1 for number in numbers]
         assert sorted(self.signals) == expected
@@ -74,7 +82,7 @@ class Push:
             "notify_if_last_arriver": self._arrive,
         }
         exec(compile(tree, push.__file__, "exec"), names)
-        names["_copy"] = self._copy
+        names |= {"_copy": self._copy, "_copy_scales": self._copy_scales}
         return names
 
     def _request(self, queue):
@@ -91,6 +99,14 @@ class Push:
             self.sent.setdefault((peer, src // row_bytes + row), []).append((src % row_bytes, num_bytes))
         self.schedule.until()
 
+    def _copy_scales(self, dst, src, count):
+        self.schedule.until()
+        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes - self.scales[1]
+        assert offset == src - SCALES and offset % 4 == 0
+        for row in range(offset // 4, offset // 4 + count):
+            self.sent_scales[peer, row] = self.sent_scales.get((peer, row), 0) + 1
+        self.schedule.until()
+
     def _arrive(self, ctx, flag, count, number, peer, value):
         self.schedule.until()
         assert value == SIGNAL and peer != 1
@@ -101,6 +117,8 @@ class Push:
             rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
             (part,) = self._parts_of_row([slice_id])
             assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
+            if self.scales[0] is not None and not self.fixed_half and slice_id == 0:
+                assert all((peer, row) in self.sent_scales for row in rows), "the signal comes before the scales"
             self.signals.append((peer, number))
 
 
@@ -111,7 +129,7 @@ CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), 
 @pytest.mark.parametrize("rows, k, ranks, chunk_tiles", CASES)
 def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, fixed_half):
     for seed in range(5):
-        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half)()
+        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half, scaled=seed % 2 == 0)()
 
 
 QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1))\n"
@@ -122,6 +140,9 @@ MUTANTS = {
     "the signal of a chunk follows its first part": ("flag, parts, word", "flag, 1, word"),
     "all slices have one flag": ("(chunk * slices + slice_id) * (ranks - 1)", "chunk * slices * (ranks - 1)"),
     "a part has one row too few": ("end - row,", "end - row - 1,"),
+    "the scales go with the last slice": ("slice_id == 0", "slice_id == slices - 1"),
+    "the scales go with every part": ("(part == 0) & (slice_id", "(part >= 0) & (slice_id"),
+    "the last chunk has scales of rows that do not exist": ("gl.minimum(chunk_rows, rows - first)", "chunk_rows"),
 }
 
 

@@ -6,40 +6,65 @@ import torch
 
 from tdkernels.lang.tested_versions import triton_is_tested
 from tdkernels.ops.common.gemm_operands import tma_fits
-from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE
+from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
+_BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
 
 
-def suits(tiles: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a warp-specialized kernel can be the default for a GEMM whose default tile is ``tiles``."""
-    fits = dtype.itemsize == 2 and n % 16 == 0 and k % 8 == 0 and tiles == LARGE
+def suits(
+    tiles: Any, n: int, k: int, dtype: torch.dtype, device: torch.device, layout: str | None = None
+) -> bool:
+    """Return whether a warp-specialized kernel can be the default for a GEMM whose default tile is ``tiles``.
+
+    ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. ``tiles`` are those of 16-bit operands.
+    """
+    fits = n % 16 == 0 and tiles == LARGE
+    if dtype.itemsize == 2:
+        fits = fits and k % 8 == 0
+    else:
+        fits = fits and dtype.itemsize == 1 and k % 16 == 0 and layout == "scaled fast"
     return fits and gpu.capability(device) == (9, 0) and triton_is_tested()
 
 
 def is_enabled(config: Any) -> bool:
-    """Return whether a config allows a warp-specialized kernel, and has its tile."""
+    """Return whether a config allows a warp-specialized kernel, and has its tile for 16-bit or fp8 operands."""
     tiles = config.tiles
-    return config.warp_specialize and (tiles.block_m, tiles.block_n, tiles.block_k) == SPECIALIZED_TILE
+    is_tile = (tiles.block_m, tiles.block_n) == SPECIALIZED_TILE and tiles.block_k in (STEP_BYTES // 2, STEP_BYTES)
+    return config.warp_specialize and is_tile
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the warp-specialized kernels can multiply these operands on this device."""
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or weight.shape[0] % 16 or recorder.active is not None:
+def supports(x: torch.Tensor, weight: torch.Tensor, config: Any, scales: Scales | None = None) -> bool:
+    """Return whether the dense warp-specialized kernels can multiply these operands on this device."""
+    if not is_enabled(config) or config.tiles.block_k * x.itemsize != STEP_BYTES:
         return False
-    return tma_fits(x, weight) and triton_is_tested()
+    if gpu.capability(x.device) != (9, 0) or weight.shape[0] % 16 or recorder.active is not None:
+        return False
+    return (scales is None or _supports_scaled(x, weight, scales)) and tma_fits(x, weight) and triton_is_tested()
+
+
+def _supports_scaled(x, weight, scales):
+    """Return whether the kernels support scaled operands: both of one format and with K as the inner dimension."""
+    same = x.dtype == weight.dtype and weight.stride(1) == 1
+    return same and scales.kind == "row" and scales.use_fast_accum and scales.out_dtype.itemsize == 2
+
+
+def scale_steps(scales: Scales | None) -> dict[str, int]:
+    """Return the constants X_STEP and W_STEP of a kernel: 1 for scales of rows, 0 for a single one."""
+    return {} if scales is None else {"X_STEP": int(scales.x.numel() > 1), "W_STEP": int(scales.weight.numel() > 1)}
 
 
 def rows_descriptor(x: torch.Tensor, planes: int, rows: int, plane_stride: int) -> Any:
     """Return a descriptor of [planes, rows, K] for memory that begins at x [..., K]; strides are in elements."""
     k = x.shape[-1]
-    return descriptor(x, [planes, rows, k], [plane_stride, k, 1], [1, _BLOCK_M // 2, _BLOCK_K])
+    return descriptor(x, [planes, rows, k], [plane_stride, k, 1], [1, _BLOCK_M // 2, STEP_BYTES // x.itemsize])
 
 
 def weight_descriptor(weight: torch.Tensor, is_kn: bool) -> Any:
     """Return a descriptor of a weight [N, K] in its memory layout, which is [K, N] if ``is_kn``."""
+    block_k = STEP_BYTES // weight.itemsize
     if is_kn:
-        return descriptor(weight, weight.shape[::-1], [weight.stride(1), 1], [_BLOCK_K, _BLOCK_N // 2])
-    return descriptor(weight, weight.shape, [weight.stride(0), 1], [_BLOCK_N // 2, _BLOCK_K])
+        return descriptor(weight, weight.shape[::-1], [weight.stride(1), 1], [block_k, _BLOCK_N // 2])
+    return descriptor(weight, weight.shape, [weight.stride(0), 1], [_BLOCK_N // 2, block_k])

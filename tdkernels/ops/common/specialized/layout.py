@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 
-BLOCK_M, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in SPECIALIZED_TILE)
+BLOCK_M, BLOCK_N = gl.constexpr(SPECIALIZED_TILE[0]), gl.constexpr(SPECIALIZED_TILE[1])
+STEP_BYTES = gl.constexpr(STEP_BYTES)  # of a row of an operand, in a step of K
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
 STAGES = gl.constexpr(4)  # steps of K in flight
 # Warps of the partitions after the first one, which has four, and registers of their threads. The first two partitions
@@ -28,6 +29,7 @@ WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120]
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
+HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
 NO_HALVES, HALF_COLUMNS, HALF_ROWS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # work items with odd numbers
 
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -47,8 +49,8 @@ def make_barriers():
 
 
 @gluon.jit
-def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr):
-    """Return the tuple ``memory`` of all partitions.
+def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr):
+    """Return the tuple ``memory`` of all partitions, for operands of a dtype and a 16-bit output.
 
     x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
     weight  [STAGES, BLOCK_N, BLOCK_K], or [STAGES, BLOCK_K, BLOCK_N] if W_IS_KN
@@ -56,14 +58,16 @@ def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr):
     items   [STAGES, 1]: the work item of each stage
     sent    [1, 1]: the work item of ``out``
     """
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // dtype.primitive_bitwidth
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=dtype.primitive_bitwidth, rank=2)
+    of_out: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_M, BLOCK_K], swizzled)
     if W_IS_KN:
         w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], swizzled)
     else:
         w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
-    out = gl.allocate_shared_memory(dtype, [2, HALF_M, HALF_N], swizzled)
+    out = gl.allocate_shared_memory(out_dtype, [2, HALF_M, HALF_N], of_out)
     items = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
     sent = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
     return x, w, out, items, sent

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.ops.common.specialized.layout import (
-    BLOCK_K,
     BLOCK_M,
     BLOCK_N,
     FREE,
@@ -18,6 +17,7 @@ from tdkernels.ops.common.specialized.layout import (
     NO_ITEM,
     ONE_WARP,
     STAGES,
+    STEP_BYTES,
     write_item,
 )
 
@@ -49,11 +49,11 @@ def _load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_n
 def _expect(full, is_whole, HALF: gl.constexpr):
     """Announce the bytes of a step."""
     if HALF == NO_HALVES:
-        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * STEP_BYTES)
     else:
         half: gl.constexpr = BLOCK_M + HALF_N if HALF == HALF_COLUMNS else HALF_M + BLOCK_N
-        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * BLOCK_K * 2, pred=is_whole)
-        mbarrier.expect(full, half * BLOCK_K * 2, pred=is_whole == 0)
+        mbarrier.expect(full, (BLOCK_M + BLOCK_N) * STEP_BYTES, pred=is_whole)
+        mbarrier.expect(full, half * STEP_BYTES, pred=is_whole == 0)
 
 
 @gluon.jit
@@ -67,6 +67,7 @@ def load_steps(
     is_whole: whether the item is a whole tile; otherwise it is the half that HALF says
     """
     x_desc, w_desc = operands
+    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
     plane, row, left, right, above = place
     x = memory[0]
     # True, or a value that is known at run time only.

@@ -18,6 +18,7 @@ from tdkernels.ops.common.specialized.layout import (
     FREE,
     FULL,
     HALF_COLUMNS,
+    HALF_LAYOUT,
     HALF_M,
     HALF_N,
     HALF_ROWS,
@@ -34,7 +35,8 @@ from tdkernels.ops.common.specialized.layout import (
 def _multiply_tile(memory, bars, turn, steps, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr):
     """Return (HALF_M rows and the first WIDTH columns of a tile in fp32, number of steps so far)."""
     x, w, _, _, _ = memory
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    depth: gl.constexpr = 256 // x.dtype.primitive_bitwidth  # elements of K that an instruction multiplies
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, depth])
     acc = gl.zeros((HALF_M, WIDTH), gl.float32, layout)
     for step in range(steps):
         stage = turn % STAGES
@@ -68,9 +70,9 @@ def _skip_tile(bars, turn, steps):
 @gluon.jit
 def halves_of(tile):
     """Return columns 0 to HALF_N - 1 and the others of [HALF_M, BLOCK_N]. No element moves to another thread."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 16])
     left, right = tile.reshape((HALF_M, 2, HALF_N)).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+    left = gl.convert_layout(left, HALF_LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, HALF_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -102,8 +104,8 @@ def pass_halves(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, 
     """Pass on both halves of a tile. Return the number of halves so far."""
     dtype: gl.constexpr = memory[2].dtype
     left, right = halves_of(acc)
-    number = pass_on(memory, bars, EPILOGUE(left, item, 0, epilogue).to(dtype), item, number, WHICH, True)
-    return pass_on(memory, bars, EPILOGUE(right, item, 1, epilogue).to(dtype), item, number, WHICH, False)
+    number = pass_on(memory, bars, EPILOGUE(left, item, WHICH, 0, epilogue).to(dtype), item, number, WHICH, True)
+    return pass_on(memory, bars, EPILOGUE(right, item, WHICH, 1, epilogue).to(dtype), item, number, WHICH, False)
 
 
 @gluon.jit
@@ -130,7 +132,7 @@ def _compute_half(
     if HALF == HALF_COLUMNS:
         dtype: gl.constexpr = memory[2].dtype
         acc, turn = _multiply_tile(memory, bars, turn, steps, WHICH, HALF_N, W_IS_KN)
-        number = pass_on(memory, bars, EPILOGUE(acc, item, 0, epilogue).to(dtype), item, number, WHICH, True)
+        number = pass_on(memory, bars, EPILOGUE(acc, item, WHICH, 0, epilogue).to(dtype), item, number, WHICH, True)
     else:  # these rows do not belong to the item
         turn = _skip_tile(bars, turn, steps)
         for _ in gl.static_range(PASSES):
@@ -139,7 +141,7 @@ def _compute_half(
 
 
 @gluon.jit
-def no_epilogue(half, item, side, epilogue):
+def no_epilogue(half, item, WHICH: gl.constexpr, side: gl.constexpr, epilogue):
     """Return half a tile as it is."""
     return half
 
@@ -147,13 +149,15 @@ def no_epilogue(half, item, side, epilogue):
 @gluon.jit
 def multiply_partition(
     memory, bars, steps, epilogue, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
-    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr = None,
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
     HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
-    EPILOGUE: (HALF_M rows of half a tile in fp32, item, half of the item, ``epilogue``) -> the same before rounding
+    EPILOGUE: (HALF_M rows of half a tile in fp32, item, WHICH, half of the item, ``epilogue``) -> the same before
+        rounding
     PASS: passes on a whole tile, like ``pass_halves``, as PASSES halves
+    PREPARE: None, or (item, WHICH, ``epilogue``) -> x, which runs before the main loop. EPILOGUE gets (epilogue, x)
     """
     has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far
@@ -162,11 +166,12 @@ def multiply_partition(
     item = read_item(memory[3].index(0), FOUR_WARPS)
     while item != NO_ITEM:
         counts = turn, number
+        prepared = epilogue if PREPARE is None else (epilogue, PREPARE(item, WHICH, epilogue))
         if (item % 2 if has_halves else 0) == 0:
-            turn, number = _compute(memory, bars, item, epilogue, steps, counts, WHICH, W_IS_KN, EPILOGUE, PASS)
+            turn, number = _compute(memory, bars, item, prepared, steps, counts, WHICH, W_IS_KN, EPILOGUE, PASS)
         else:
             turn, number = _compute_half(
-                memory, bars, item, epilogue, steps, counts, WHICH, HALF, W_IS_KN, EPILOGUE, PASSES
+                memory, bars, item, prepared, steps, counts, WHICH, HALF, W_IS_KN, EPILOGUE, PASSES
             )
         mbarrier.wait(bars.index(FULL + turn % STAGES), (turn // STAGES) & 1)
         item = read_item(memory[3].index(turn % STAGES), FOUR_WARPS)

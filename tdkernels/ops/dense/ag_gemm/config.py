@@ -54,10 +54,12 @@ class AgGemmConfig:
         pieces: Number of chunks in which a shard is sent and multiplied. The only other field that method
             "parts" uses.
         warp_specialize: Whether different warps of a program may load, multiply, store and push, with transport "push"
-            or "copy_engine". They do so on Hopper and one node, for tiles of 128 x 256 x 64, 16-bit operands without
-            scales that TMA can load, and N / W a multiple of 16. Programs that push then also compute tiles, and
-            ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded, another kernel
-            runs, with at most 24 programs that push (8 for two ranks). Results are the same.
+            or "copy_engine". They do so on Hopper and one node, for tiles of 128 x 256, operands that TMA can load, and
+            N / W a multiple of 16. Operands have 16 bits, and steps 64 elements of K. Or both are of one fp8 format
+            with row-wise or tensor-wise scales, steps have 128 elements, tensor cores accumulate all of K, and outputs
+            have 16 bits. Programs that push then also compute tiles, and ``num_warps`` and ``num_stages`` are not used.
+            Otherwise, and while a trace is recorded, another kernel runs, with at most 24 programs that push (8 for two
+            ranks). Results are the same.
     """
 
     method: str = "fused"
@@ -123,9 +125,13 @@ def specialized_config(device: "torch.device") -> AgGemmConfig:
 
 
 def default_config(
-    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int, num_nodes: int = 1
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int, num_nodes: int = 1,
+    layout: str | None = None,
 ) -> AgGemmConfig:
-    """Return the heuristic config for operands [rows, k] and [n, k] of a rank."""
+    """Return the heuristic config for operands [rows, k] and [n, k] of a rank.
+
+    ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
+    """
     if rows * world_size <= _ONE_SHOT_ROWS[device.type] and num_nodes == 1:
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
@@ -133,7 +139,7 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
-    if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device):
+    if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
         return specialized_config(device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))

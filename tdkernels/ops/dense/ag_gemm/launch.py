@@ -93,7 +93,7 @@ def compile(
         return launch_one_shot.compile(x, weight, bias, config, scales)
     x = gemm_operands.rows_contiguous(x)
     if launch_specialized.supports(x, [weight], config, x.shape[0], num_nodes, scales):
-        return launch_specialized.compile(x, weight, bias, config)
+        return launch_specialized.compile(x, weight, bias, config, scales)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     fixed_half, late = config.transport == "copy_engine", None if num_nodes > 1 else (0, 0)
     y = x.new_empty(1, weight.shape[0], dtype=out_dtype_of(x, scales))
@@ -266,7 +266,7 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
     topology = workspace.group.topology
     if launch_specialized.supports(x, weights, config, segment_rows, topology.num_nodes, scales):
         return launch_specialized.prepare(
-            order, workspace, memory, num_comm, x, weights, biases, config, segment_rows
+            order, workspace, memory, num_comm, x, weights, biases, config, segment_rows, scales
         )
     if is_enabled(config):  # here programs that push do not multiply; other ranks may have another number
         num_comm = min(num_comm, num_pushing(topology.world_size))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.ops.common.gemm_operands import weight_layout
-from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.gemm_operands import scale_operands, scale_pointers, weight_layout
+from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
 from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv
@@ -20,7 +20,7 @@ from tdkernels.runtime.kernel_launch import Launch, output_spec
 if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
+_BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
 SLICE_K = 1024  # columns of a shard that are announced with one signal
 # Columns that a GEMM multiplies (720 TFLOP/s in 16 bits) while a row arrives (380 GB/s), both measured on H200.
 _COLUMNS_OF_LINK = 1900
@@ -38,11 +38,9 @@ def supports(
     scales: Scales | None = None,
 ) -> bool:
     """Return whether the kernel runs these operands. Ranks may run different kernels, see its docstring."""
-    if not specialized.is_enabled(config) or scales is not None or num_nodes > 1 or x.shape[0] == 0:
+    if num_nodes > 1 or x.shape[0] == 0 or not has_whole_tiles(x.shape[0], segment_rows, _BLOCK_M):
         return False
-    if not has_whole_tiles(x.shape[0], segment_rows, _BLOCK_M):
-        return False
-    return all(specialized.supports(x, weight) for weight in weights) and _kernel() is not None
+    return all(specialized.supports(x, weight, config, scales) for weight in weights) and _kernel() is not None
 
 
 def num_slices(k: int, config: Any, num_nodes: int = 1) -> int:
@@ -97,7 +95,8 @@ def _output_descriptor(y, segment_rows):
 
 
 def _arguments(
-    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows, fixed
+    ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows, fixed,
+    scales=None,
 ):
     """Return the arguments and constants of the kernel.
 
@@ -112,24 +111,26 @@ def _arguments(
     ]
     unused = MAX_WEIGHTS - len(weights)
     # Slices of about the same size.
-    slice_steps = cdiv(cdiv(k, _BLOCK_K), num_slices(k, config))
+    slice_steps = cdiv(cdiv(k * x.itemsize, STEP_BYTES), num_slices(k, config))
     sizes = [weight.shape[0] for weight in weights] + [0] * unused
     args = (
         ctx, x, specialized.rows_descriptor(x, 1, rows, rows * k), specialized.rows_descriptor(*gathered),
-        *chain.from_iterable([*of_weights, *[(None, None, None)] * unused]),
+        *chain.from_iterable([*of_weights, *[(None, None, None)] * unused]), *scale_pointers(scales),
         rows, *sizes, k, slot_rows, plan, num_comm, num_whole, config.chunk_tiles, config.tiles.group_m, segment_rows,
         slice_steps,
     )
-    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, "num_warps": 4}
+    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, **specialized.scale_steps(scales), "num_warps": 4}
 
 
-def compile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any) -> None:
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any, scales: Scales | None = None
+) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    y = x.new_empty(x.shape[0], weight.shape[0])
+    y = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype_of(x, scales))
     gathered, fixed = (x, 1, x.shape[0], x.numel()), config.transport == "copy_engine"
     args, constants = _arguments(
-        ctx, x, gathered, [weight], [bias], [y], x.shape[0], 0, 0, 0, config, x.shape[0], fixed
+        ctx, x, gathered, [weight], [bias], [y], x.shape[0], 0, 0, 0, config, x.shape[0], fixed, scales
     )
     _kernel().warmup(*args, grid=(1,), **constants)
 
@@ -137,6 +138,7 @@ def compile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, co
 def prepare(
     order: Any, workspace: "Workspace", memory: tuple[Any, int, int, bool], num_comm: int, x: torch.Tensor,
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], config: Any, segment_rows: int,
+    scales: Scales | None = None,
 ) -> Launch:
     """Return the Launch for operands that ``supports`` accepts.
 
@@ -150,14 +152,15 @@ def prepare(
         biases: Their biases.
         config: The config.
         segment_rows: Rows of a segment.
+        scales: The scales of scaled operands: with one fixed half those of the rows of all ranks, otherwise of x.
     """
     gathered, slot_rows, plan, fixed = memory
-    ys = [output_spec(x, workspace.world_size * x.shape[0], weight.shape[0]) for weight in weights]
+    rows, dtype = workspace.world_size * x.shape[0], out_dtype_of(x, scales)
+    ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
     programs, num_whole = _grid(x, weights, workspace.world_size, num_comm, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows,
-        fixed,
+        fixed, scales,
     )
-    return Launch(
-        order, _kernel(), (programs,), args, constants, (x, *weights, *biases), ys, (workspace.ctx, gathered[0])
-    )
+    operands = x, *weights, *biases, *scale_operands(scales)
+    return Launch(order, _kernel(), (programs,), args, constants, operands, ys, (workspace.ctx, gathered[0]))

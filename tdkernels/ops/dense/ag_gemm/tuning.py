@@ -61,7 +61,9 @@ class AgGemmTunable(dense.DenseTunable):
 
     def default_of(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
         sizes = self.of_a_rank(problem)
-        return ag_gemm_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
+        return ag_gemm_config.default_config(
+            *sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes, problem.layout
+        )
 
     def invariant_config(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
         if device.type == "cpu":
@@ -97,9 +99,13 @@ class AgGemmTunable(dense.DenseTunable):
     def _specialized(self, problem, device):
         """Return the candidates for the warp-specialized kernel."""
         n, k = self.of_a_rank(problem)[1:]
-        if problem.num_nodes > 1 or not launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device):
+        if problem.num_nodes > 1 or not launch_specialized.suits(
+            LARGE, n, k, problem.torch_dtype, device, problem.layout
+        ):
             return []
         default = ag_gemm_config.specialized_config(device)
+        (tiles,) = self.tiles_for(problem, device, [default.tiles])
+        default = replace(default, tiles=tiles)
         return [
             replace(default, num_comm_sms=num_comm, chunk_tiles=chunk_tiles)
             for num_comm in (32, default.num_comm_sms, 96) for chunk_tiles in (1, 2)

@@ -37,9 +37,11 @@ class GemmRsConfig:
         pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
             "parts" uses.
         warp_specialize: Whether different warps of a program may load, multiply, send and add, with transport "direct".
-            They do so on Hopper, for tiles of 128 x 256 x 64, 16-bit operands without scales that TMA can load, and N a
-            multiple of 16. ``num_warps`` and ``num_stages`` are not used then. Otherwise, with ``max_ranks`` of the
-            batch-invariant mode, and while a trace is recorded, the same config runs without it. Results are the same.
+            They do so on Hopper, for tiles of 128 x 256, operands that TMA can load, and N a multiple of 16. Operands
+            have 16 bits, and steps 64 elements of K. Or both are of one fp8 format with row-wise or tensor-wise scales,
+            steps have 128 elements, tensor cores accumulate all of K, and outputs have 16 bits. ``num_warps`` and
+            ``num_stages`` are not used then. Otherwise, with ``max_ranks`` of the batch-invariant mode, and while a
+            trace is recorded, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"
@@ -83,9 +85,12 @@ class GemmRsConfig:
 
 
 def default_config(
-    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int, layout: str | None = None
 ) -> GemmRsConfig:
-    """Return the heuristic config for an output [rows, n] of a rank, and k columns of its operands."""
+    """Return the heuristic config for an output [rows, n] of a rank, and k columns of its operands.
+
+    ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
+    """
     of_two = world_size == 2 and gpu.capability(device) >= (9, 0)
     if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
@@ -93,7 +98,7 @@ def default_config(
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     # Faster than "forward" in all 8 shapes measured on 2 H100, and on 4 and 8 ranks in solo mode.
     if launch_direct.suits(tiles, n, k, dtype, device, world_size):
-        specializes = launch_specialized.suits(tiles, n, k, dtype, device)
+        specializes = launch_specialized.suits(tiles, n, k, dtype, device, layout)
         return GemmRsConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=specializes)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 

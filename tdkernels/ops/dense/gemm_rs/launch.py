@@ -52,7 +52,7 @@ def compile(
     if num_nodes > 1:
         return launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct" and launch_specialized.supports(x, weight, config, world_size, scales):
-        return launch_specialized.compile(x, weight, bias, world_size, config)
+        return launch_specialized.compile(x, weight, bias, world_size, config, scales)
     if config.transport == "direct":
         return launch_direct.compile(x, weight, bias, world_size, config, scales)
     if config.transport == "one_shot":
@@ -117,7 +117,7 @@ def _prepare(workspace, x, weight, bias, config, segment_rows, scales=None):
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":
         if launch_specialized.supports(x, weight, config, workspace.world_size, scales):
-            return launch_specialized.prepare(workspace, x, weight, bias, config, fields, segment_rows)
+            return launch_specialized.prepare(workspace, x, weight, bias, config, fields, segment_rows, scales)
         return launch_direct.prepare(workspace, x, weight, bias, config, fields, segment_rows, scales)
     if config.transport == "one_shot":
         return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, True, scales)

@@ -51,6 +51,10 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
+    def default_of(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
+        sizes = self.of_a_rank(problem)
+        return gemm_rs_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.layout)
+
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
         if problem.world_size > launch_direct.MAX_RANKS:
             reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
@@ -71,8 +75,8 @@ class GemmRsTunable(dense.DenseTunable):
                 GemmRsConfig(tiles=tiles, transport="direct")
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
-            if launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device):
-                tiles = launch_direct.DIRECT_LARGE
+            if launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device, problem.layout):
+                (tiles,) = self.tiles_for(problem, device, [launch_direct.DIRECT_LARGE])
                 configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)

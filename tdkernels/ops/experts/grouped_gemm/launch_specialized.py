@@ -6,12 +6,12 @@ import torch
 
 from tdkernels.lang.tested_versions import triton_is_tested
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K = SPECIALIZED_TILE
+(_BLOCK_M, _BLOCK_N), _BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2
 _LEAST_EXPERTS = 32  # a group for each lane of a warp
 _MOST_EXPERTS = 1024  # for whose groups the threads of a warp have registers
 
@@ -35,7 +35,9 @@ def supports(
     if not fits_tma or not specialized.is_enabled(config) or activation not in (None, "swiglu"):
         return False
     (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or n % 8 or w.shape[0] > _MOST_EXPERTS:
+    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or config.tiles.block_k != _BLOCK_K:
+        return False
+    if n % 8 or w.shape[0] > _MOST_EXPERTS:
         return False
     if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or planes * max(n, k) >= 1 << 31:
         return False

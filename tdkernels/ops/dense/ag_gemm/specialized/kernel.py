@@ -24,17 +24,23 @@ from tdkernels.lang.context import num_ranks, rank
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal
 from tdkernels.ops.common.specialized.layout import (
-    BLOCK_K,
     BLOCK_M,
     BLOCK_N,
     HALF_COLUMNS,
     REGISTERS,
+    STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
 )
 from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
-from tdkernels.ops.dense.ag_gemm.specialized.partitions import add_bias, load_partition, store_partition
+from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
+    add_bias,
+    load_partition,
+    scale_tile,
+    scales_of_tile,
+    store_partition,
+)
 from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
 
 
@@ -44,12 +50,12 @@ from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
 ])
 def ag_gemm_specialized_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_desc, bias_ptr, y_desc, w_desc_2, bias_ptr_2, y_desc_2, w_desc_3, bias_ptr_3,
-    y_desc_3,
+    y_desc_3, x_scale_ptr, w_scale_ptr,
     M_shard, N, N_2, N_3, K, slot_rows, plan, num_comm, num_whole, chunk_tiles, group_m, segment_rows,
     slice_steps,
-    FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr,
+    FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
 ):
-    """Compute y as ``ag_gemm_kernel`` does, without scales. Each N is a multiple of 16.
+    """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16. fp8 operands have one weight.
 
     x_desc: [1, M_shard, K], for [1, HALF_M, BLOCK_K] elements
     gathered_desc: [halves, W * slot_rows, K], for the same
@@ -58,6 +64,7 @@ def ag_gemm_specialized_kernel(
     num_comm: number of programs that push
     slice_steps: steps of K with one signal; all, if other kernels or the copy engine send the rows
     num_whole: number of tiles that are not divided into halves
+    X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
     """
     me, ranks = rank(ctx), num_ranks(ctx)
     if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
@@ -75,27 +82,45 @@ def ag_gemm_specialized_kernel(
     tiles = ranks * tiles_m * tiles_n
     # A void launch has no work items: a peer may still read the data of an earlier launch.
     num_items = gl.where(signal == 0, 0, 2 * tiles - num_whole)
+    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
     steps = (K + BLOCK_K - 1) // BLOCK_K
     slices = (steps + slice_steps - 1) // slice_steps
-    row_bytes = K * 2
+    row_bytes = K * (x_desc.dtype.primitive_bitwidth // 8)
+    slot_bytes = slot_rows * row_bytes.to(gl.int64)
     shard = (
-        M_shard, row_bytes, gl.minimum(chunk_tiles * BLOCK_M, M_shard), slice_steps * (BLOCK_K * 2), slices, num_chunks,
-        slot_rows * row_bytes.to(gl.int64),
+        M_shard, row_bytes, gl.minimum(chunk_tiles * BLOCK_M, M_shard), slice_steps * STEP_BYTES, slices, num_chunks,
+        slot_bytes,
     )
+    scales_offset = (M_shard + 7) // 8 * 8 * row_bytes.to(gl.int64)  # in a slot: see slot_rows_of
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
-    memory = make_memory(x_desc.dtype, W_IS_KN)
+    memory = make_memory(x_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
     operands = x_desc, gathered_desc, (w_desc, w_desc_2, w_desc_3)
     y_descs = y_desc, y_desc_2, y_desc_3
-    has_bias: gl.constexpr = bias_ptr is not None
-    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3)
-    biased: gl.constexpr = add_bias if has_bias else no_epilogue
+    HAS_BIAS: gl.constexpr = bias_ptr is not None
+    IS_SCALED: gl.constexpr = x_scale_ptr is not None
+    of_x = ctx, half, x_scale_ptr, M_shard, slot_bytes, scales_offset
+    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, FIXED_HALF, X_STEP, W_STEP
+    prepare: gl.constexpr = scales_of_tile if IS_SCALED else None
+    finish_half: gl.constexpr = scale_tile if IS_SCALED else (add_bias if HAS_BIAS else no_epilogue)
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, biased, halves, 2)),
-            (multiply_partition, (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, biased, halves, 2)),
-            (push_partition, (ctx, x_ptr.to(gl.int64), half, signal, shard, gl.program_id(0), num_comm, FIXED_HALF)),
+            (
+                multiply_partition,
+                (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare),
+            ),
+            (
+                multiply_partition,
+                (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare),
+            ),
+            (
+                push_partition,
+                (
+                    ctx, x_ptr.to(gl.int64), half, signal, shard, (x_scale_ptr, scales_offset), gl.program_id(0),
+                    num_comm, FIXED_HALF,
+                ),
+            ),
             (
                 load_partition,
                 (

@@ -11,13 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tdkernels.lang.context import signal_at
+from tdkernels.lang.context import data_at, signal_at
 from tdkernels.lang.gluon_signals import item_of_warp, request_by_warp
+from tdkernels.lang.memory import pointer_to
 from tdkernels.lang.signals import wait_plan
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_COLUMNS,
+    HALF_M,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
@@ -26,6 +28,7 @@ from tdkernels.ops.common.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.scale import load_scales, times_scales
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
 
@@ -124,14 +127,55 @@ def load_partition(
 
 
 @gluon.jit
-def add_bias(half, code, side, epilogue):
-    """Add the bias to half a tile. ``epilogue``: (order, weights, pointers to the biases)."""
-    order, weights, bias_ptrs = epilogue
+def add_bias(half, code, WHICH: gl.constexpr, side: gl.constexpr, epilogue):
+    """Add the bias to half a tile. ``epilogue``: (order, weights, pointers to the biases, …)."""
+    order, weights, bias_ptrs = epilogue[0], epilogue[1], epilogue[2]
     source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
     layout: gl.constexpr = gl.SliceLayout(0, half.type.layout)
     offs_n = col + side * HALF_N + gl.arange(0, HALF_N, layout=layout)
     bias = gl.load(_of_weight(which, bias_ptrs) + offs_n, mask=offs_n < n, other=0.0)
     return half + bias.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _scales_of_rows(source, me, row, of_x, FIXED_HALF: gl.constexpr, X_STEP: gl.constexpr):
+    """Return the pointer to the scale of row ``row`` of a shard, whose rows have arrived.
+
+    of_x: (ctx, half, pointer to the scales of this rank, or with FIXED_HALF of all ranks, rows of a shard, bytes of a
+        slot, offset of the scales in it)
+    """
+    ctx, half, scale_ptr, rows, slot_bytes, offset = of_x
+    if FIXED_HALF:
+        return scale_ptr + (source * rows + row) * X_STEP
+    else:
+        arrived = data_at(ctx, half, me) + source * slot_bytes + offset
+        address = gl.where(source == me, scale_ptr.to(gl.int64), arrived)
+        return pointer_to(address, gl.float32) + row * X_STEP
+
+
+@gluon.jit
+def scales_of_tile(code, WHICH: gl.constexpr, epilogue):
+    """Load the scales of the rows and columns of a tile.
+
+    epilogue: (order, weights, pointers to the biases, of_x as for ``_scales_of_rows``, scales of the weight,
+        FIXED_HALF, X_STEP, W_STEP)
+    """
+    order, weights, of_x = epilogue[0], epilogue[1], epilogue[3]
+    source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
+    row = pid_m * BLOCK_M + WHICH * HALF_M
+    x_ptr = _scales_of_rows(source, order[0], row, of_x, epilogue[5], epilogue[6])
+    w_ptr = epilogue[4] + col * epilogue[7]
+    return load_scales(x_ptr, of_x[3] - row, w_ptr, n - col, epilogue[6], epilogue[7])
+
+
+@gluon.jit
+def scale_tile(half, code, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+    """Multiply half a tile by its scales, and add the bias, if there is one."""
+    epilogue, scales = prepared
+    half = times_scales(half, scales, side)
+    if epilogue[2][0] is not None:
+        half = add_bias(half, code, WHICH, side, epilogue)
+    return half
 
 
 # ---- store ----

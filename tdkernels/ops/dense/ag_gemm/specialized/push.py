@@ -9,6 +9,7 @@ from tdkernels.lang.gluon_signals import item_of_warps, notify_if_last_arriver, 
 from tdkernels.lang.memory import pointer_to
 
 _ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
+_SCALES = gl.constexpr(256)  # in flight
 _PART_BYTES = gl.constexpr(64 << 10)  # that a program pushes at a time
 
 
@@ -28,10 +29,24 @@ def _copy(dst, src, row_bytes, rows, num_bytes):
 
 
 @gluon.jit
-def _push_part(ctx, x, half, signal, shard, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr):
+def _copy_scales(dst, src, count):
+    """Copy ``count`` scales from one address to another."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    for first in range(0, count, _SCALES):
+        offs = first + gl.arange(0, _SCALES, layout=layout)
+        scales = gl.load(pointer_to(src, tl.float32) + offs, mask=offs < count)
+        gl.store(pointer_to(dst, tl.float32) + offs, scales, mask=offs < count)
+
+
+@gluon.jit
+def _push_part(
+    ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr,
+    HAS_SCALES: gl.constexpr,
+):
     """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
 
-    The program that pushes the last part sets the signal.
+    The scales of the chunk go with the first part of its first slice, since tiles load them before they multiply. The
+    program that pushes the last part sets the signal.
     """
     rows, row_bytes, chunk_rows, slice_bytes, slices, num_chunks, slot_bytes = shard
     me, ranks = rank(ctx), num_ranks(ctx)
@@ -43,13 +58,19 @@ def _push_part(ctx, x, half, signal, shard, chunk, slice_id, part, parts, step, 
     dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
     _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes))
     if HAS_SIGNAL:
+        if HAS_SCALES:
+            if (part == 0) & (slice_id == 0):
+                first = chunk * chunk_rows
+                place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + scales[1] + first.to(tl.int64) * 4
+                of_chunk = scales[0].to(tl.int64) + first.to(tl.int64) * 4
+                _copy_scales(place, of_chunk, gl.minimum(chunk_rows, rows - first))
         flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
         word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
         notify_if_last_arriver(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
 
 
 @gluon.jit
-def push_partition(ctx, x, half, signal, shard, program, num_workers, COPY_OWN: gl.constexpr):
+def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr):
     """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
     A slice of a chunk is pushed to all peers before the next one, so that all peers can multiply it. The parts come
@@ -58,9 +79,11 @@ def push_partition(ctx, x, half, signal, shard, program, num_workers, COPY_OWN: 
     x: address of the shard
     shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
         of a slot)
+    scales: (pointer to the scales of the shard or None, their offset in a slot). With COPY_OWN they are not sent
     COPY_OWN: copy the shard to this rank's slot, too
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
+    HAS_SCALES: gl.constexpr = scales[0] is not None and not COPY_OWN
     others = num_ranks(ctx) - 1
     parts = (chunk_rows * slice_bytes.to(tl.int64) + _PART_BYTES - 1) // _PART_BYTES
     parts = gl.minimum(parts, chunk_rows).to(tl.int32)
@@ -77,8 +100,13 @@ def push_partition(ctx, x, half, signal, shard, program, num_workers, COPY_OWN: 
             rest, part = item // parts, item % parts
             if item < num_pushes:
                 step, rest = 1 + rest % others, rest // others
-                _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, step, True)
+                _push_part(
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True,
+                    HAS_SCALES,
+                )
             elif COPY_OWN:
                 rest -= num_chunks * slices * others
-                _push_part(ctx, x, half, signal, shard, rest // slices, rest % slices, part, parts, 0, False)
+                _push_part(
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False, False
+                )
             item = item_of_warps(answer)

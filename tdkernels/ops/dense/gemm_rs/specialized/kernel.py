@@ -24,17 +24,23 @@ from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal, item_of_warps, request_by_warps, wait_for_ranks
 from tdkernels.lang.memory import pointer_to
 from tdkernels.ops.common.specialized.layout import (
-    BLOCK_K,
     BLOCK_M,
     BLOCK_N,
     NO_HALVES,
     REGISTERS,
+    STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
 )
 from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
-from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, place_of, send_partition
+from tdkernels.ops.dense.gemm_rs.specialized.partitions import (
+    load_partition,
+    place_of,
+    scale_tile,
+    scales_of_tile,
+    send_partition,
+)
 
 
 @gluon.jit
@@ -91,17 +97,21 @@ def _add_partition(
 
 @gluon_jit(do_not_specialize=["M_shard", "N", "K", "plan", "group_m", "segment_rows"])
 def gemm_rs_specialized_kernel(
-    ctx, x_desc, w_desc, bias_ptr, z_ptr, desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
+    ctx, x_desc, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr,
+    desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
     M_shard, N, K, plan, group_m, segment_rows,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr, W_IS_KN: gl.constexpr,
+    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
     x_desc: [1, W * M_shard, K], for [1, HALF_M, BLOCK_K] elements
     w_desc: [N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, HALF_N]
+    x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None
     desc1, desc2, ...: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N], for [1, HALF_M, HALF_N]
     ROWS: rows of a tile that are added at a time
     SPLIT: parts of a tile that are added as separate work items
+    X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
     """
     N = N // 16 * 16  # so that the compiler knows it
     me = rank(ctx)
@@ -110,18 +120,21 @@ def gemm_rs_specialized_kernel(
     tiles = ((M_shard + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     # A void launch has no work items: a peer may still read the data of an earlier launch.
     there = gl.where(signal != 0, tiles, 0)
+    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
-    memory = make_memory(z_ptr.dtype.element_ty, W_IS_KN)
+    memory = make_memory(x_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
-    epilogue: gl.constexpr = no_epilogue
+    prepare: gl.constexpr = None if x_scale_ptr is None else scales_of_tile
+    scaled: gl.constexpr = no_epilogue if x_scale_ptr is None else scale_tile
+    epilogue = problem, RANKS, me, x_scale_ptr, RANKS * M_shard, w_scale_ptr, X_STEP, W_STEP
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, None, 0, NO_HALVES, W_IS_KN, epilogue, halves, 2)),
-            (multiply_partition, (memory, bars, steps, None, 1, NO_HALVES, W_IS_KN, epilogue, halves, 2)),
+            (multiply_partition, (memory, bars, steps, epilogue, 0, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare)),
+            (multiply_partition, (memory, bars, steps, epilogue, 1, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare)),
             (
                 _add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),

@@ -1,4 +1,7 @@
-"""The partitions of ``gemm_rs_specialized_kernel`` that load and send. Neither waits for another program."""
+"""The partitions of ``gemm_rs_specialized_kernel`` that load and send, and the epilogue of those that multiply.
+
+None of them waits for another program.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,6 +14,7 @@ from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
+    HALF_M,
     HALF_N,
     NO_HALVES,
     NO_ITEM,
@@ -21,6 +25,7 @@ from tdkernels.ops.common.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.scale import load_scales, times_scales
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.dense.segments import row_in_segments
 
@@ -41,6 +46,13 @@ def place_of(tile, problem, RANKS: gl.constexpr):
 
 
 @gluon.jit
+def _place_of_item(item, problem, me, RANKS: gl.constexpr):
+    """Return the first row in x and the first column of a work item."""
+    row, col = place_of(item // RANKS, problem, RANKS)
+    return row_in_segments(row, (me + 1 + item % RANKS) % RANKS, RANKS, problem[4]), col
+
+
+@gluon.jit
 def load_partition(
     ctx, operands, memory, bars, num_items, problem, me, RANKS: gl.constexpr, W_IS_KN: gl.constexpr
 ):
@@ -48,12 +60,11 @@ def load_partition(
 
     The next item is requested STAGES steps before the end of one. Its number arrives meanwhile.
     """
-    _, _, steps, _, segment_rows = problem
+    steps = problem[2]
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
     while item < num_items:
-        row, col = place_of(item // RANKS, problem, RANKS)
-        row = row_in_segments(row, (me + 1 + item % RANKS) % RANKS, RANKS, segment_rows)
+        row, col = _place_of_item(item, problem, me, RANKS)
         middle = gl.maximum(steps - STAGES, 0)
         place = 0, row, col, col + HALF_N, 0
         turn = load_steps(operands, memory, bars, item, place, True, turn, 0, middle, NO_HALVES, W_IS_KN)
@@ -61,6 +72,28 @@ def load_partition(
         turn = load_steps(operands, memory, bars, item, place, True, turn, middle, steps, NO_HALVES, W_IS_KN)
         item = item_of_warp(answer)
     end_items(memory, bars, turn)
+
+
+# ---- multiply ----
+
+
+@gluon.jit
+def scales_of_tile(item, WHICH: gl.constexpr, epilogue):
+    """Load the scales of the rows and columns of a tile.
+
+    epilogue: (problem, RANKS, rank, scales of x, rows of x, scales of the weight, X_STEP, W_STEP)
+    """
+    problem, x_ptr, rows, w_ptr = epilogue[0], epilogue[3], epilogue[4], epilogue[5]
+    row, col = _place_of_item(item, problem, epilogue[2], epilogue[1])
+    row += WHICH * HALF_M
+    x_ptr, w_ptr = x_ptr + row * epilogue[6], w_ptr + col * epilogue[7]
+    return load_scales(x_ptr, rows - row, w_ptr, problem[1] - col, epilogue[6], epilogue[7])
+
+
+@gluon.jit
+def scale_tile(half, item, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+    """Multiply half a tile by its scales."""
+    return times_scales(half, prepared[1], side)
 
 
 # ---- send ----

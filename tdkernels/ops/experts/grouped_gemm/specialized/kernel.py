@@ -15,11 +15,11 @@ from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.ops.common.specialized.layout import (
-    BLOCK_K,
     BLOCK_N,
     HALF_N,
     HALF_ROWS,
     REGISTERS,
+    STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
@@ -50,10 +50,11 @@ def group_gemm_specialized_kernel(
     N = N // 8 * 8  # so that the compiler knows it
     KEEP: gl.constexpr = pre_ptr is not None
     width: gl.constexpr = HALF_N if PAIR else BLOCK_N  # columns of the output of a tile
+    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = N, K, (N + width - 1) // width, group_m
     splits = splits_ptr, num_experts, R
-    memory = make_memory(x_desc.dtype, W_IS_KN)
+    memory = make_memory(x_desc.dtype, W_IS_KN, x_desc.dtype)
     bars = make_barriers()
     pass_tile: gl.constexpr = pass_swiglu_and_input if KEEP else (pass_swiglu if PAIR else pass_halves)
     passes: gl.constexpr = 3 if KEEP else (1 if PAIR else 2)

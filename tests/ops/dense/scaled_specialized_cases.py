@@ -1,0 +1,94 @@
+"""Test bodies for the warp-specialized kernels with scaled fp8 operands; see test_scaled_specialized.py."""
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tdkernels.ops.common.scaling import dequantize, quantize_ref
+from tdkernels.ops.dense.ag_gemm import launch_specialized as ag_gemm_specialized
+from tdkernels.ops.dense.gemm_rs import launch_specialized as gemm_rs_specialized
+from tests.ops.dense import specialized_support
+from tests.ops.dense.ag_gemm_specialized_cases import specialized as of_ag_gemm
+from tests.ops.dense.specialized_cases import specialized as of_gemm_rs
+from tests.support.ranks import device
+
+LAUNCHERS = {"ag_gemm": ag_gemm_specialized, "gemm_rs": gemm_rs_specialized}
+CHECKS = {"ag_gemm": of_ag_gemm, "gemm_rs": of_gemm_rs}
+PLAIN = {
+    "ag_gemm": AgGemmConfig(tiles=Tiles(128, 256, 128), num_comm_sms=6),
+    "gemm_rs": GemmRsConfig(tiles=Tiles(128, 256, 128, num_stages=3), transport="direct"),
+}
+# Rows of a rank's output, n, k. The last ones have whole tiles and halves: more tiles than programs.
+SHAPES = [(384, 528, 320), (100, 272, 80), (8, 16, 16), (1024, 1040, 640), (1152, 4624, 144), (1096, 3088, 2128)]
+
+
+def operands_of(operator, rows, n, k, scaling, dtype):
+    """Return (x, weight, scale_x, scale_w) in an fp8 dtype, with rows of different sizes."""
+    rows *= dist.get_world_size() if operator == "gemm_rs" else 1
+    wide = [torch.randn(size, k, device=device()) * torch.randn(size, 1, device=device()).exp() for size in (rows, n)]
+    x, scale_x = quantize_ref(wide[0], scaling[0], dtype)
+    weight, scale_w = quantize_ref(wide[1], scaling[1], dtype, weight=True)
+    return x, weight, scale_x, scale_w
+
+
+def call(operator, operands, bias, config, out_dtype=torch.bfloat16):
+    x, weight, scale_x, scale_w = operands
+    return getattr(tdkernels, operator)(
+        x, weight, bias, scale_x=scale_x, scale_w=scale_w, use_fast_accum=True, out_dtype=out_dtype, config=config
+    )
+
+
+def is_close(operator, operands, bias, y):
+    """Check an output against dequantized operands. Tensor cores accumulate fp8 with 13 fraction bits."""
+    wide = [dequantize(operands[0], operands[2]), dequantize(operands[1], operands[3])]
+    exact = getattr(tdkernels, f"{operator}_ref")(*wide, None if bias is None else bias.float())
+    assert (y.float() - exact).norm() < 1e-2 * exact.norm() + 1e-30
+
+
+def has_the_bits_of_the_plain_kernel(
+    operator, scaling, dtype, out_dtype, repeats, by_turns=False, **changes
+):
+    """Check many calls with random operands and poisoned memory, compared with the plain kernel and in fp32.
+
+    ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized.
+    """
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    delays, launcher = random.Random(me), LAUNCHERS[operator]
+    for number in range(repeats):
+        rows, n, k = SHAPES[number % len(SHAPES)]
+        operands = operands_of(operator, rows, n, k, scaling, dtype)
+        bias = torch.randn(n, device=device(), dtype=out_dtype) if number % 2 else None
+        if bias is not None and operator == "gemm_rs":
+            dist.broadcast(bias, 0)
+        poison = [torch.full((ranks * rows, n), torch.nan, device=device(), dtype=out_dtype) for _ in range(2)]
+        del poison
+        plain = replace(PLAIN[operator], **changes)
+        time.sleep(delays.uniform(0, 0.002))
+        with pytest.MonkeyPatch.context() as patch:
+            if by_turns and number % ranks == me:
+                patch.setattr(launcher, "supports", lambda *_: False)
+            first = number < len(SHAPES) and not by_turns
+            with CHECKS[operator]() if first else contextlib.nullcontext():
+                y = call(operator, operands, bias, replace(plain, warp_specialize=True), out_dtype)
+        assert torch.equal(y, call(operator, operands, bias, plain, out_dtype)), (number, rows, n, k)
+        is_close(operator, operands, bias, y)
+    tdkernels.synchronize()
+
+
+def replays_in_a_graph(operator):
+    """Check replays of a CUDA graph with new scales."""
+    operands = operands_of(operator, 256, 528, 448, ("row", "row"), torch.float8_e4m3fn)
+    plain, scale_x = PLAIN[operator], operands[2]
+    run = lambda config: call(operator, operands, None, config)  # noqa: E731
+    config = replace(plain, warp_specialize=True)
+    with CHECKS[operator]():
+        run(config)
+    renew = lambda: scale_x.uniform_(0.5, 2.0)  # noqa: E731
+    specialized_support.replays_in_a_graph(renew, lambda: run(config), lambda: run(plain))
