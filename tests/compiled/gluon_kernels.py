@@ -27,7 +27,7 @@ def gluon_launches():
         ag_gemm_launch(1, BF16), ag_gemm_launch(1, FP16, w_is_kn=True, bias=True),
         ag_gemm_launch(3, BF16, bias=True), ag_gemm_launch(3, BF16, w_is_kn=True, bias=True, fixed_half=True),
         gemm_rs_launch(4, E4M3), gemm_rs_launch(8, E4M3, bias=True, per_row=False), ag_gemm_launch(1, E4M3),
-        ag_gemm_launch(1, E4M3, bias=True, fixed_half=True),
+        ag_gemm_launch(1, E4M3, bias=True),
         group_gemm_launch(128, BF16), group_gemm_launch(3, FP16, w_is_kn=True),
         group_gemm_launch(256, BF16, "swiglu", keep=True), *(parts for parts, _ in latents),
     ]

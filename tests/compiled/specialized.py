@@ -46,7 +46,7 @@ def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True):
 
 def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
     """Return (kernel, args, kwargs) for a number of weights."""
-    scales, out = _scales(dtype, 2 * ROWS if fixed_half else ROWS)
+    scales, out = _scales(dtype, ROWS)
     x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=out)
     gathered = x, 2, 2 * ROWS, 4 * x.numel()
     args, constants = launch_ag_gemm._arguments(

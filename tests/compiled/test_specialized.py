@@ -76,13 +76,10 @@ def test_gemm_rs_in_fp8(dtype, per_row, bias):
     check_spills(report, code, 0)
 
 
-@pytest.mark.parametrize("dtype, bias, fixed_half", [
-    (E4M3, False, False), pytest.param(E5M2, True, True, marks=thorough),
-], ids=str)
-def test_ag_gemm_in_fp8(dtype, bias, fixed_half):
-    launch = ag_gemm_launch(1, dtype, bias=bias, fixed_half=fixed_half)
-    report, code = check(compile_for(*launch, "sm_90"), [256, 128], FP8_PRODUCT)
-    check_spills(report, code, 192)
+@pytest.mark.parametrize("dtype, bias", [(E4M3, False), pytest.param(E5M2, True, marks=thorough)], ids=str)
+def test_ag_gemm_in_fp8(dtype, bias):
+    report, code = check(compile_for(*ag_gemm_launch(1, dtype, bias=bias), "sm_90"), [256, 128], FP8_PRODUCT)
+    check_spills(report, code, 128)
 
 
 @pytest.mark.parametrize("experts, dtype, activation, w_is_kn, keep", [

@@ -30,9 +30,10 @@ SHAPES = [(384, 528, 320), (100, 272, 80), (8, 16, 16), (1024, 1040, 640), (1152
 
 
 def operands_of(operator, rows, n, k, scaling, dtype):
-    """Return (x, weight, scale_x, scale_w) in an fp8 dtype, with rows of different sizes."""
+    """Return (x, weight, scale_x, scale_w) in an fp8 dtype, with rows of different sizes. Outputs fit in fp16."""
     rows *= dist.get_world_size() if operator == "gemm_rs" else 1
     wide = [torch.randn(size, k, device=device()) * torch.randn(size, 1, device=device()).exp() for size in (rows, n)]
+    wide[1] *= k**-0.5
     x, scale_x = quantize_ref(wide[0], scaling[0], dtype)
     weight, scale_w = quantize_ref(wide[1], scaling[1], dtype, weight=True)
     return x, weight, scale_x, scale_w

@@ -57,7 +57,7 @@ class Push:
         assert set(self.sent) == {(peer, row) for peer in peers for row in range(self.rows)}
         for parts in self.sent.values():
             assert sorted(parts) == self._parts_of_row(range(self.slices))
-        with_scales = [] if self.scales[0] is None or self.fixed_half else [peer for peer in peers if peer != 1]
+        with_scales = [] if self.scales[0] is None else peers
         assert self.sent_scales == {(peer, row): 1 for peer in with_scales for row in range(self.rows)}
         numbers = range(self.num_chunks * self.slices)
         expected = [(peer, self.num_chunks * self.slices + number) for peer in peers if peer != 1 for number in numbers]
@@ -117,7 +117,7 @@ class Push:
             rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
             (part,) = self._parts_of_row([slice_id])
             assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
-            if self.scales[0] is not None and not self.fixed_half and slice_id == 0:
+            if self.scales[0] is not None and slice_id == 0:
                 assert all((peer, row) in self.sent_scales for row in rows), "the signal comes before the scales"
             self.signals.append((peer, number))
 
@@ -129,7 +129,7 @@ CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), 
 @pytest.mark.parametrize("rows, k, ranks, chunk_tiles", CASES)
 def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, fixed_half):
     for seed in range(5):
-        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half, scaled=seed % 2 == 0)()
+        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half, scaled=not fixed_half and seed % 2 == 0)()
 
 
 QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1))\n"

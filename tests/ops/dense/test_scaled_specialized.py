@@ -10,7 +10,7 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.scaling import LAYOUTS, Scales
 from tdkernels.ops.common.specialized import launch
-from tdkernels.ops.dense.ag_gemm.launch_specialized import num_slices
+from tdkernels.ops.dense.ag_gemm import launch_specialized
 from tdkernels.runtime import gpu
 from tests.ops.dense import scaled_specialized_cases as cases
 from tests.ops.dense.specialized_support import on_hopper
@@ -33,11 +33,11 @@ def test_bits_of_the_plain_kernel(operator, world_size, scaling, dtype, out_dtyp
 
 
 @on_hopper
-@pytest.mark.parametrize("changes", [
-    {"transport": "copy_engine", "chunk_tiles": 3}, {"chunk_tiles": 2, "num_comm_sms": 17},
-], ids=str)
-def test_configs_of_ag_gemm(changes):
-    on_ranks(3, cases.has_the_bits_of_the_plain_kernel, "ag_gemm", ("row", "row"), E4M3, BF16, 12, **changes)
+def test_larger_chunks():
+    on_ranks(
+        3, cases.has_the_bits_of_the_plain_kernel, "ag_gemm", ("row", "row"), E4M3, BF16, 12, chunk_tiles=2,
+        num_comm_sms=17,
+    )
 
 
 @on_hopper
@@ -85,6 +85,14 @@ def test_supported_operands(hopper, expected, x, weight, config, scales):
     assert launch.supports(x, weight, config, scales) is expected
 
 
+def test_copy_engine_is_not_supported(hopper):
+    found = [
+        launch_specialized.supports(X, [WEIGHT], replace(CONFIG, transport=transport), 256, scales=SCALES)
+        for transport in ("push", "copy_engine")
+    ]
+    assert found == [True, False]
+
+
 @each_operator
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n, k", [(28672, 4096), (28680, 4096)])
@@ -103,7 +111,7 @@ def test_default_config(hopper, monkeypatch, operator, layout, n, k):
 
 
 def test_chunks_have_slices():
-    assert [num_slices(k, CONFIG) for k in (1024, 1040, 8192)] == [1, 2, 8]
+    assert [launch_specialized.num_slices(k, CONFIG) for k in (1024, 1040, 8192)] == [1, 2, 8]
 
 
 def test_space_has_the_specialized_tile(hopper, monkeypatch):

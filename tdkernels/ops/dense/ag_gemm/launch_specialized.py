@@ -38,6 +38,8 @@ def supports(
     scales: Scales | None = None,
 ) -> bool:
     """Return whether the kernel runs these operands. Ranks may run different kernels, see its docstring."""
+    if scales is not None and config.transport != "push":  # the scales are pushed with their rows
+        return False
     if num_nodes > 1 or x.shape[0] == 0 or not has_whole_tiles(x.shape[0], segment_rows, _BLOCK_M):
         return False
     return all(specialized.supports(x, weight, config, scales) for weight in weights) and _kernel() is not None
@@ -152,7 +154,7 @@ def prepare(
         biases: Their biases.
         config: The config.
         segment_rows: Rows of a segment.
-        scales: The scales of scaled operands: with one fixed half those of the rows of all ranks, otherwise of x.
+        scales: The scales of scaled operands; transport is "push" then.
     """
     gathered, slot_rows, plan, fixed = memory
     rows, dtype = workspace.world_size * x.shape[0], out_dtype_of(x, scales)

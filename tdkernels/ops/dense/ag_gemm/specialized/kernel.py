@@ -55,7 +55,8 @@ def ag_gemm_specialized_kernel(
     slice_steps,
     FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
 ):
-    """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16. fp8 operands have one weight.
+    """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16. For fp8 operands there is one weight
+    and no FIXED_HALF.
 
     x_desc: [1, M_shard, K], for [1, HALF_M, BLOCK_K] elements
     gathered_desc: [halves, W * slot_rows, K], for the same
@@ -100,7 +101,7 @@ def ag_gemm_specialized_kernel(
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     IS_SCALED: gl.constexpr = x_scale_ptr is not None
     of_x = ctx, half, x_scale_ptr, M_shard, slot_bytes, scales_offset
-    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, FIXED_HALF, X_STEP, W_STEP
+    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, X_STEP, W_STEP
     prepare: gl.constexpr = scales_of_tile if IS_SCALED else None
     finish_half: gl.constexpr = scale_tile if IS_SCALED else (add_bias if HAS_BIAS else no_epilogue)
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself

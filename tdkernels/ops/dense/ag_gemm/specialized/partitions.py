@@ -138,34 +138,21 @@ def add_bias(half, code, WHICH: gl.constexpr, side: gl.constexpr, epilogue):
 
 
 @gluon.jit
-def _scales_of_rows(source, me, row, of_x, FIXED_HALF: gl.constexpr, X_STEP: gl.constexpr):
-    """Return the pointer to the scale of row ``row`` of a shard, whose rows have arrived.
-
-    of_x: (ctx, half, pointer to the scales of this rank, or with FIXED_HALF of all ranks, rows of a shard, bytes of a
-        slot, offset of the scales in it)
-    """
-    ctx, half, scale_ptr, rows, slot_bytes, offset = of_x
-    if FIXED_HALF:
-        return scale_ptr + (source * rows + row) * X_STEP
-    else:
-        arrived = data_at(ctx, half, me) + source * slot_bytes + offset
-        address = gl.where(source == me, scale_ptr.to(gl.int64), arrived)
-        return pointer_to(address, gl.float32) + row * X_STEP
-
-
-@gluon.jit
 def scales_of_tile(code, WHICH: gl.constexpr, epilogue):
-    """Load the scales of the rows and columns of a tile.
+    """Load the scales of the rows and columns of a tile, whose first slice has arrived.
 
-    epilogue: (order, weights, pointers to the biases, of_x as for ``_scales_of_rows``, scales of the weight,
-        FIXED_HALF, X_STEP, W_STEP)
+    epilogue: (order, weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP)
+    of_x: (ctx, half, scales of this rank's rows, rows of a shard, bytes of a slot, offset of the scales in it)
     """
-    order, weights, of_x = epilogue[0], epilogue[1], epilogue[3]
+    order, weights = epilogue[0], epilogue[1]
+    ctx, half, own_ptr, rows, slot_bytes, offset = epilogue[3]
     source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
     row = pid_m * BLOCK_M + WHICH * HALF_M
-    x_ptr = _scales_of_rows(source, order[0], row, of_x, epilogue[5], epilogue[6])
-    w_ptr = epilogue[4] + col * epilogue[7]
-    return load_scales(x_ptr, of_x[3] - row, w_ptr, n - col, epilogue[6], epilogue[7])
+    arrived = data_at(ctx, half, order[0]) + source * slot_bytes + offset
+    address = gl.where(source == order[0], own_ptr.to(gl.int64), arrived)
+    x_ptr = pointer_to(address, gl.float32) + row * epilogue[5]
+    w_ptr = epilogue[4] + col * epilogue[6]
+    return load_scales(x_ptr, rows - row, w_ptr, n - col, epilogue[5], epilogue[6])
 
 
 @gluon.jit

@@ -39,10 +39,7 @@ def _copy_scales(dst, src, count):
 
 
 @gluon.jit
-def _push_part(
-    ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr,
-    HAS_SCALES: gl.constexpr,
-):
+def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr):
     """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
 
     The scales of the chunk go with the first part of its first slice, since tiles load them before they multiply. The
@@ -58,7 +55,7 @@ def _push_part(
     dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
     _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes))
     if HAS_SIGNAL:
-        if HAS_SCALES:
+        if scales[0] is not None:
             if (part == 0) & (slice_id == 0):
                 first = chunk * chunk_rows
                 place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + scales[1] + first.to(tl.int64) * 4
@@ -79,11 +76,10 @@ def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, CO
     x: address of the shard
     shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
         of a slot)
-    scales: (pointer to the scales of the shard or None, their offset in a slot). With COPY_OWN they are not sent
+    scales: (pointer to the scales of the shard or None, their offset in a slot), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
-    HAS_SCALES: gl.constexpr = scales[0] is not None and not COPY_OWN
     others = num_ranks(ctx) - 1
     parts = (chunk_rows * slice_bytes.to(tl.int64) + _PART_BYTES - 1) // _PART_BYTES
     parts = gl.minimum(parts, chunk_rows).to(tl.int32)
@@ -101,12 +97,11 @@ def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, CO
             if item < num_pushes:
                 step, rest = 1 + rest % others, rest // others
                 _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True,
-                    HAS_SCALES,
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True
                 )
             elif COPY_OWN:
                 rest -= num_chunks * slices * others
                 _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False, False
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False
                 )
             item = item_of_warps(answer)
