@@ -10,9 +10,8 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
-# The only tile of the warp-specialized kernels: M and N, and the bytes of K, which are 64 or 128 elements.
-SPECIALIZED_TILE = 128, 256
-STEP_BYTES = 128
+SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
+STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
 

@@ -74,7 +74,7 @@ def ag_gemm_backward(dy, x, weight, main_grads, need_dx, need_dweight, group, co
     else:
         choice = _ag_gemm_config_of_dx(dy, weight.t(), group) if need_dx else None
         # x is gathered while the gemm_rs computes and sends dx. Then all of x has arrived for dweight. Programs that
-        # push would take SMs from the gemm_rs: on 4 H200 they cost 1.07 to 1.37 of the time of copies in CUDA graphs.
+        # push would take SMs from the gemm_rs: on 4 H200 they cost 1.05 to 1.37 of the time of copies in CUDA graphs.
         gather = AsyncAllGather.start("ag_gemm backward", x, group, copies=need_dx) if need_dweight else None
         if need_dx:
             if choice.method == "torch":
@@ -115,7 +115,7 @@ def _ag_gemm_backward_in_parts(dy, x, weight, main_grads, group):
 def _gemm_rs_in_parts(config, choice, dz, x, keeps, group):
     """Return whether the ag_gemm of dx uses method "parts" instead of ``choice``.
 
-    The warp-specialized kernel is preferred: on 4 H200 it takes 0.96 to 1.04 of the time in CUDA graphs, and half of
+    The warp-specialized kernel is preferred: on 4 H200 it takes 0.96 to 1.03 of the time in CUDA graphs, and half of
     the time on the host.
     """
     if config or spans_nodes(group):

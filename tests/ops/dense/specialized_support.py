@@ -3,10 +3,20 @@
 import pytest
 import torch
 
-from tests.support.ranks import DEVICE
+from tdkernels.symm import get_workspace, resolve_group
+from tests.support.ranks import DEVICE, device
 
 ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+
+
+def forget_launches(*workspaces):
+    """Clear the cached launches of (name, halves) of workspaces, so that the next calls prepare theirs again.
+
+    A rank can have prepared the launch of a call for an earlier test.
+    """
+    for name, halves in workspaces:
+        get_workspace(resolve_group(), device(), name, halves=halves, across_nodes=True).launches.clear()
 
 
 def replays_in_a_graph(renew, specialized, plain):

@@ -55,8 +55,7 @@ def ag_gemm_specialized_kernel(
     slice_steps,
     FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
 ):
-    """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16. For fp8 operands there is one weight
-    and no FIXED_HALF.
+    """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16.
 
     x_desc: [1, M_shard, K], for [1, HALF_M, BLOCK_K] elements
     gathered_desc: [halves, W * slot_rows, K], for the same
@@ -65,6 +64,7 @@ def ag_gemm_specialized_kernel(
     num_comm: number of programs that push
     slice_steps: steps of K with one signal; all, if other kernels or the copy engine send the rows
     num_whole: number of tiles that are not divided into halves
+    x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None; with them there is one weight and no FIXED_HALF
     X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
     """
     me, ranks = rank(ctx), num_ranks(ctx)
