@@ -46,7 +46,7 @@ def check_loop(code, group):
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
-    (8, BF16, False, False), (2, FP16, True, True), (4, BF16, False, True),
+    (8, BF16, False, False), (2, FP16, True, True), pytest.param(4, BF16, False, True, marks=thorough),
     pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
 ], ids=str)
 def test_gemm_rs(ranks, dtype, w_is_kn, bias):

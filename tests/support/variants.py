@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import tdkernels
+from tdkernels import AgGemmConfig
 from tdkernels.ops.common.tile_config import LARGE
 from tests.ops.attention.ag_attention import cases as attention
 from tests.ops.attention.ag_attention.oracle import enlarge as of_shards
@@ -33,6 +34,7 @@ from tests.ops.experts.dispatch import cases as expert_parallel
 from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
 from tests.ops.experts.ep_moe import cases as expert_layer
 from tests.ops.experts.tp_moe import cases as tensor_experts
+from tests.support.ranks import device
 from tests.support.simulated_nodes import on_nodes
 from tests.test_protocol import COPY_ENGINE, DIRECT, FORWARD, ONE_SHOT, ONE_SHOT_TRANSPORT, PUSH
 from tests.test_protocol import VARIANTS as DENSE
@@ -59,6 +61,15 @@ def _exact(operator, shape, changes):
 def scaled(operator, scaling, changes):
     """Call a dense operator with scaled fp8 operands."""
     dense_scaled.computes(operator, [SCALED_SHAPE], (scaling, scaling), **changes)
+
+
+def _gathers_in_slices(rows, n, k):
+    """Call ag_gemm with several signals of a chunk, and compare the gathered rows and y."""
+    x, weight = (torch.randint(-2, 3, (size, k), device=device()).float() for size in (rows, n))
+    config = AgGemmConfig(**IN_SLICES, num_comm_sms=2)
+    y, full = tdkernels.ag_gemm(x, weight, return_gathered=True, config=config)
+    expected, shards = tdkernels.ag_gemm_ref(x, weight, return_gathered=True)
+    assert torch.equal(full, shards) and torch.equal(y, expected)
 
 
 def _by_tree(operator):
@@ -103,6 +114,7 @@ ONE_NODE = {
     **{_name(op, changes): Variant(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
     **{f"{op} tree": Variant(op, 2, _by_tree, (op,)) for op in ("gemm_rs", "gemm_ar")},
     "ag_gemm push in slices": Variant("ag_gemm", 3, _exact, ("ag_gemm", (20, 9, 1030), IN_SLICES)),
+    "ag_gemm gathered rows in slices": Variant("ag_gemm", 3, _gathers_in_slices, (20, 9, 1030)),
     "ag_gemm of two weights": Variant(
         "ag_gemm", 3, dim_and_lists.computes, ([((2, 3), (4, 5), 8, 1)], FP32, "push"), 2
     ),
