@@ -1,8 +1,9 @@
 """Shipped table entries from the rows of a run on all ranks: `python -m bench.dense.measured FILE ...`.
 
 For machines on which there is no time for the tuner. The rows are those of `tdkernels bench --cuda-graph --config ...`.
-The config with the smallest geometric mean of eager calls and CUDA graphs becomes the entry of its problem, in place of
-the measured one. The rows must have been measured with the current kernels: the entries say so.
+The entry of a problem becomes the config with the smallest geometric mean of eager calls and CUDA graphs, of those that
+are not slower than the default in eager calls. It replaces the measured one. The rows must have been measured with the
+current kernels: the entries say so.
 """
 
 import argparse
@@ -32,7 +33,8 @@ def _runs(rows, graph):
 
 def _entry(problem, eager, captured):
     """Return the entry of a problem from its rows, {method: row}, of eager calls and of CUDA graphs."""
-    known = [method for method, row in eager.items() if row["config"] and method in captured]
+    limit = eager["tdkernels-default"]["ms"]  # an entry must not be slower than the default config
+    known = [name for name, row in eager.items() if row["config"] and name in captured and row["ms"] <= limit]
     best = min(known, key=lambda method: math.sqrt(eager[method]["ms"] * captured[method]["ms"]))
     wire_bytes = tunable(problem.operator).floors(problem).wire_bytes
     return entry_of(
