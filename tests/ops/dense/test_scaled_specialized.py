@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tdkernels import AgGemmConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.scaling import LAYOUTS, Scales
@@ -59,6 +59,7 @@ def test_graph(operator):
 def hopper(monkeypatch):
     """Pretend that the operands are on a Hopper GPU."""
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(launch, "tma_fits", lambda x, weight: True)
 
 
@@ -96,9 +97,8 @@ def test_copy_engine_is_not_supported(hopper):
 @each_operator
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n, k", [(28672, 4096), (28680, 4096)])
-def test_default_config(hopper, monkeypatch, operator, layout, n, k):
+def test_default_config(hopper, operator, layout, n, k):
     """Only calls with fast accumulation that the kernels support are specialized by default."""
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     device = torch.device("cuda", 0)
     shape = (8192, 4 * n, k) if operator == "ag_gemm" else (8192, n, 4 * k)
     problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape)
@@ -114,13 +114,12 @@ def test_chunks_have_slices():
     assert [launch_specialized.num_slices(k, CONFIG) for k in (1024, 1040, 8192)] == [1, 2, 8]
 
 
-def test_space_has_the_specialized_tile(hopper, monkeypatch):
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+@each_operator
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_space_has_the_specialized_tile(hopper, operator, layout):
     device = torch.device("cuda", 0)
-    for operator, config_class in (("ag_gemm", AgGemmConfig), ("gemm_rs", GemmRsConfig)):
-        for layout in LAYOUTS:
-            problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, (8192, 28672, 8192))
-            space = tunable(operator).space(problem, device)
-            specialized = [config for config in space if isinstance(config, config_class) and config.warp_specialize]
-            assert all(launch.is_enabled(config) for config in specialized)
-            assert bool(specialized) == (layout == "scaled fast")
+    problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, (8192, 28672, 8192))
+    space = tunable(operator).space(problem, device)
+    specialized = [config for config in space if config.warp_specialize]
+    assert all(launch.is_enabled(config) for config in specialized)
+    assert bool(specialized) == (layout == "scaled fast")
