@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import STATE_TICKETS, _state, num_ranks, rank, symm_at
 from tdkernels.lang.kernel import jit
+from tdkernels.lang.memory import fence_before_tma_load
 from tdkernels.lang.signals import _wait_each, _wide
 
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -46,6 +47,24 @@ def notify_from_warp(ctx, signal_ptr, peer, value):
         " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
         "=r,l,l,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value)], dtype=gl.int32, is_pure=False, pack=1,
     )
+
+
+@gluon.jit
+def count_ready_by_warp(first_ptr, count, expected):
+    """Return how many signals from ``first_ptr`` on are ``expected``, up to the first that is not.
+
+    For a partition of one warp, which may then load their data with TMA. It does not wait, and reads at most 32 of the
+    ``count`` signals. ``wait_plan`` waits for the others.
+    """
+    ready = gl.inline_asm_elementwise(
+        "{ .reg .pred there, same; .reg .b32 t; .reg .b64 at, seen; mov.u32 t, %laneid; mad.wide.u32 at, t, 8, $1;"
+        " setp.lt.u32 there, t, $2; mov.b64 seen, 0; @there ld.acquire.sys.global.b64 seen, [at];"
+        " setp.eq.and.s64 same, seen, $3, there; vote.sync.ballot.b32 t, same, 0xffffffff; not.b32 t, t;"
+        " brev.b32 t, t; clz.b32 $0, t; bar.warp.sync 0xffffffff; }",
+        "=r,l,r,l,~{memory}", [first_ptr, count, _wide(expected)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+    fence_before_tma_load()
+    return ready
 
 
 @gluon.jit

@@ -20,8 +20,8 @@ from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 (BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
 _CONSTANTS = [
-    "BLOCK_M", "BLOCK_N", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES", "NO_ITEM",
-    "OUT_FREE", "OUT_FULL", "STAGES", "STEP_BYTES",
+    "BLOCK_M", "BLOCK_N", "EARLY_STEPS", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES",
+    "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES", "STEP_BYTES",
 ]
 
 
@@ -157,7 +157,7 @@ class Run:
         assert (layout.FULL.value, layout.FREE.value) == (0, stages) and layout.OUT_FREE.value == 2 * stages + 1
         cells = lambda count, num_bytes=0: [Cell(num_bytes) for _ in range(count)]  # noqa: E731
         rows, weights = cells(2 * stages, HALF_M * BLOCK_K * 2), [Weight() for _ in range(stages)]
-        self.memory = tuple(map(indexed, (rows, weights, cells(2), cells(stages), cells(1))))
+        self.memory = tuple(map(indexed, (rows, weights, cells(2), cells(layout.ITEM_WORDS.value * stages), cells(1))))
         self.memory[2].dtype = "bf16"
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
@@ -201,29 +201,34 @@ class Run:
         """Return the half of its columns for the first column of an output."""
         return col // HALF_N
 
+    def place_of_item(self, item):
+        """Return the three numbers that the partition that loads passes on with a work item."""
+        raise NotImplementedError
+
     def multiply(self, which, half, pass_on="pass_halves", passes=2):
         """Run a partition that multiplies.
 
         half: the name of what items with odd numbers are
         pass_on, passes: the name of the function that passes on a tile, and the number of halves that it passes on
         """
-        half, keep = getattr(layout, half).value, self.code["no_epilogue"]
+        half, pass_tile = getattr(layout, half).value, self.code[pass_on]
         self.code["multiply_partition"](
-            self.memory, indexed(self.bars), self.steps, None, which, half, False, keep, self.code[pass_on], passes
+            self.memory, indexed(self.bars), self.steps, None, which, half, False, self._epilogue, pass_tile, passes,
+            self._prepare,
         )
 
     # ---- stand-ins ----
 
     def _code(self, source):
-        for operand in ("x_desc", "x"):
-            source = source.replace(f" {operand}.dtype.primitive_bitwidth", " 16")
+        source = source.replace(" memory[0].dtype.primitive_bitwidth", " 16")
         tree = ast.parse(source)
         tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
         gl = SimpleNamespace(
-            constexpr=int, static_range=range, maximum=max, max=lambda values, dim: max(values), float32="fp32",
-            zeros=lambda *_: [],
+            constexpr=int, static_range=range, maximum=max, minimum=min, max=lambda values, dim: max(values),
+            float32="fp32", zeros=lambda *_: [],
             where=lambda condition, one, other: one if condition else other, NVMMADistributedLayout=lambda *_: None,
         )
+        words = layout.ITEM_WORDS.value
         names = {
             "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function),
             "mbarrier": SimpleNamespace(wait=self._wait, arrive=self._arrive, expect=self._expect),
@@ -234,6 +239,7 @@ class Run:
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
             "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
             "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "ONE_WARP": 1, "FOUR_WARPS": 4,
+            "HALF_LAYOUT": None, "item_word": lambda memory, stage, number: memory[3][words * stage + number],
             "write_item": self._write, "read_item": self._read,
         }
         names |= {name: getattr(layout, name).value for name in _CONSTANTS}
@@ -324,6 +330,15 @@ class Run:
         done = [_read_product(*each) if isinstance(each[0], Cell) else each for each in acc[: len(acc) - left]]
         acc = done + acc[len(acc) - left :]
         return acc if left else self._sum(acc)
+
+    def _prepare(self, place, which, epilogue):
+        self.schedule.until()
+        return place
+
+    def _epilogue(self, half, place, which, side, prepared):
+        """Return the half. Its place, which PREPARE got, too, must be that of its work item."""
+        assert place == prepared[1] == self.place_of_item(half.item), (place, prepared, half.item)
+        return half
 
     def _sum(self, products):
         """Return the tile with these products, which are those of all steps of one item and half of its rows."""

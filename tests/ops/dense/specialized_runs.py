@@ -7,6 +7,8 @@ from tdkernels.ops.dense.gemm_rs.specialized import partitions as gemm_rs_partit
 from tdkernels.ops.experts.grouped_gemm.specialized import partitions as group_gemm_partitions
 from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, BLOCK_N, HALF_M, HALF_N, Run, indexed
 
+BLOCK = SimpleNamespace(shape=(1, HALF_M, BLOCK_K))  # of the descriptors of operands
+
 
 class GemmRsRun(Run):
     """A program of ``gemm_rs_specialized_kernel``; its work items belong to the ranks in turns."""
@@ -24,7 +26,7 @@ class GemmRsRun(Run):
     def threads(self):
         bars, ranks = indexed(self.bars), self.ranks
         problem = (self.items * BLOCK_M, BLOCK_N, self.steps, 1, 0)
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
 
         def load():
@@ -45,6 +47,10 @@ class GemmRsRun(Run):
             "swizzle": lambda tile, tiles_m, tiles_n, group: (tile, 0),
             "row_in_segments": lambda row, owner, ranks, segment: row * ranks + owner * BLOCK_M,
         }
+
+    def place_of_item(self, item):
+        tile, step = divmod(item, self.ranks)
+        return (tile * self.ranks + (step + 1) % self.ranks) * BLOCK_M, 0, 0
 
     def place(self, desc, plane, row):
         tile, owner = row // BLOCK_M // self.ranks, row // BLOCK_M % self.ranks
@@ -75,7 +81,7 @@ class AgGemmRun(Run):
 
     def threads(self):
         bars = indexed(self.bars)
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         own, gathered, out = (SimpleNamespace(name=name, **form) for name in ("own", "gathered", "out"))
         weights, order = (None,) * 5, (0, 3, 0, 0, 0, 1, 0)
 
@@ -103,14 +109,25 @@ class AgGemmRun(Run):
 
     def names(self):
         return {
-            "_next_item": lambda ctx, answer, *_: self._item(answer), "_of_weight": lambda which, choices: choices[0],
+            "_of_weight": lambda which, choices: choices[0], "count_ready_by_warp": self._count_ready,
             "_place_of": self._place_of, "selected": lambda one, other, is_one: one if is_one else other,
             "signal_at": lambda ctx, half, number: number, "wait_plan": self._wait_plan,
         }
 
     def _place_of(self, item, order, weights):
         """Return the place of an item in the shard of rank ``item % 3``. This rank is 0."""
+        if item >= self.items:
+            return item % 3, item, 0, BLOCK_N, 0, True
         return item % 3, item, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
+
+    def place_of_item(self, item):
+        return item * BLOCK_M, self.sides(item)[0] * HALF_N, 4 * (item % 3)
+
+    def _count_ready(self, number, count, signal):
+        assert count in (0, self.slices)
+        self.schedule.until()
+        ready = [self._of_signal(number + cut) in self.arrived for cut in range(count)]
+        return [*ready, False].index(False)
 
     def _of_signal(self, number):
         """Return the work item and the slice of a signal."""
@@ -157,7 +174,7 @@ class GroupGemmRun(Run):
 
     def threads(self):
         bars = indexed(self.bars)
-        form = {"dtype": "bf16", "block_type": SimpleNamespace(shape=None), "layout": None}
+        form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         x, y, pre = (SimpleNamespace(name=name, **form) for name in ("x", "y", "pre"))
         problem = HALF_N if self.is_pair else BLOCK_N, self.steps * BLOCK_K, 1, 1
         splits, pair = [self.items], self.is_pair
@@ -187,6 +204,9 @@ class GroupGemmRun(Run):
     def _place_of(self, tile, groups, problem):
         # Expert 0, so that the weight of each tile begins at column 0.
         return 0, tile * BLOCK_M, tile * BLOCK_M + self.ends[tile], 0
+
+    def place_of_item(self, item):
+        return item * BLOCK_M, 0, 0
 
     def place(self, desc, plane, row):
         item, part = row // BLOCK_M, row % BLOCK_M // HALF_M

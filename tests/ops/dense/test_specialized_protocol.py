@@ -35,6 +35,10 @@ LAST_ARRIVAL = (
     "    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n    if WHICH == 0:\n        write_item(memory[4]",
     "    if WHICH == 0:\n        mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n        write_item(memory[4]",
 )
+BEGIN = (
+    "    stage = _await_stage(bars, turn)\n    write_item(item_word(memory, stage, 0), item, ONE_WARP)\n    for",
+    "    stage = turn % STAGES\n    write_item(item_word(memory, stage, 0), item, ONE_WARP)\n    for",
+)
 OF_ALL = {
     "the last arrival of a partition does not wait": LAST_ARRIVAL,
     "a stage is free when its product has begun": ("warpgroup_mma_wait(1, ", "warpgroup_mma_wait(2, "),
@@ -43,6 +47,9 @@ OF_ALL = {
     ),
     "a store is not fenced": ("    fence_async_shared()\n", ""),
     "loads do not wait": ("    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)\n", ""),
+    "a half that was kept does not leave": (
+        "    number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)\n    # Both", "    # Both",
+    ),
     "an item is not passed on": ("        write_item(sent.index(0), item, FOUR_WARPS)\n", "        pass\n"),
 }
 EARLY = "a half is free before it has been read"
@@ -53,7 +60,8 @@ OF_GEMM_RS = {
 OF_AG_GEMM = {
     EARLY: OF_GEMM_RS[EARLY],
     "a half of a tile counts as two": ("range(2 - code % 2)", "range(2)"),
-    "rows are read before they arrive": ("    if is_own == 0:\n", "    if False:\n"),
+    "rows are read before they arrive": ("    if slice_id >= ready:\n", "    if False:\n"),
+    "one slice too many is ready": ("    if slice_id >= ready:\n", "    if slice_id > ready:\n"),
     "a slice has the signal of the one before": ("first_ptr + slice_id,", "first_ptr + max(slice_id - 1, 0),"),
     "a half of a tile loads all of the weight": ("stage, 1, has_last_columns, W_IS_KN", "stage, 1, True, W_IS_KN"),
 }
@@ -74,6 +82,11 @@ OF_GROUP_GEMM = {
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)
 def test_errors_in_gemm_rs_are_found(mutant):
     _finds(lambda seed, source: GemmRsRun(seed, 3, 6, 2, source), OF_ALL | OF_GEMM_RS, mutant)
+
+
+def test_item_that_begins_before_its_stage_is_free_is_found():
+    # With more steps, an item has begun before the one that uses its words again is loaded.
+    _finds(lambda seed, source: GemmRsRun(seed, 6, 1, 2, source), {"begin": BEGIN}, "begin")
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_AG_GEMM)

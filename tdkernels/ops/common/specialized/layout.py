@@ -22,12 +22,15 @@ BLOCK_M, BLOCK_N = gl.constexpr(SPECIALIZED_TILE[0]), gl.constexpr(SPECIALIZED_T
 STEP_BYTES = gl.constexpr(STEP_BYTES)  # of a row of an operand, in a step of K
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
 STAGES = gl.constexpr(4)  # steps of K in flight
+EARLY_STEPS = gl.constexpr(2)  # of a tile, which hide the end of the tile before; at most STAGES
 # Warps of the partitions after the first one, which has four, and registers of their threads. The first two partitions
 # multiply. The others form a warp group, whose threads have the same number. All threads together have 65536.
 WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120])
 
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
+# Words of each stage for a work item: its number, and its place in three numbers, whose meaning depends on the kernel.
+ITEM_WORDS = gl.constexpr(4)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
 NO_HALVES, HALF_COLUMNS, HALF_ROWS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # work items with odd numbers
@@ -55,7 +58,7 @@ def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.conste
     x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
     weight  [STAGES, BLOCK_N, BLOCK_K], or [STAGES, BLOCK_K, BLOCK_N] if W_IS_KN
     out     [2, HALF_M, HALF_N]: half a tile that is being sent or stored
-    items   [STAGES, 1]: the work item of each stage
+    items   [ITEM_WORDS * STAGES, 1]: the work item that begins with a stage, and its place
     sent    [1, 1]: the work item of ``out``
     """
     BLOCK_K: gl.constexpr = STEP_BYTES * 8 // dtype.primitive_bitwidth
@@ -68,7 +71,7 @@ def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.conste
     else:
         w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
     out = gl.allocate_shared_memory(out_dtype, [2, HALF_M, HALF_N], of_out)
-    items = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
+    items = gl.allocate_shared_memory(gl.int32, [ITEM_WORDS * STAGES, 1], plain)
     sent = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
     return x, w, out, items, sent
 
@@ -83,3 +86,9 @@ def write_item(word, item, layout: gl.constexpr):
 def read_item(word, layout: gl.constexpr):
     """Return the number of a work item in shared memory."""
     return gl.max(word.load(layout), 0)
+
+
+@gluon.jit
+def item_word(memory, stage, number: gl.constexpr):
+    """Return a word of a stage: 0 is the work item, 1 to 3 its place."""
+    return memory[3].index(ITEM_WORDS * stage + number)

@@ -18,6 +18,7 @@ from tdkernels.ops.common.specialized.layout import (
     ONE_WARP,
     STAGES,
     STEP_BYTES,
+    item_word,
     write_item,
 )
 
@@ -57,25 +58,33 @@ def _expect(full, is_whole, HALF: gl.constexpr):
 
 
 @gluon.jit
+def begin_item(memory, bars, item, place, turn):
+    """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``."""
+    stage = _await_stage(bars, turn)
+    write_item(item_word(memory, stage, 0), item, ONE_WARP)
+    for number in gl.static_range(3):
+        write_item(item_word(memory, stage, 1 + number), place[number], ONE_WARP)
+
+
+@gluon.jit
 def load_steps(
-    operands, memory, bars, item, place, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr
+    operands, memory, bars, block, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr
 ):
     """Load the steps ``first`` to ``last`` of K of a tile. Return ``turn``, the number of steps so far.
 
     operands: (descriptor of x [planes, rows, K] for [1, HALF_M, BLOCK_K] elements, descriptor of the weight)
-    place: (plane and first row of x, first column of each half of the weight, row of the weight where K begins)
+    block: (plane and first row of x, first column of each half of the weight, row of the weight where K begins)
     is_whole: whether the item is a whole tile; otherwise it is the half that HALF says
     """
     x_desc, w_desc = operands
-    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
-    plane, row, left, right, above = place
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
+    plane, row, left, right, above = block
     x = memory[0]
     # True, or a value that is known at run time only.
     has_last_rows = is_whole if HALF == HALF_ROWS else True
     has_last_columns = is_whole if HALF == HALF_COLUMNS else True
     for step in range(first, last):
         stage = _await_stage(bars, turn)
-        write_item(memory[3].index(stage), item, ONE_WARP)
         full = bars.index(FULL + stage)
         k = step * BLOCK_K
         _expect(full, is_whole, HALF)
@@ -93,5 +102,5 @@ def load_steps(
 def end_items(memory, bars, turn):
     """Pass on that there are no more items."""
     stage = _await_stage(bars, turn)
-    write_item(memory[3].index(stage), NO_ITEM, ONE_WARP)
+    write_item(item_word(memory, stage, 0), NO_ITEM, ONE_WARP)
     mbarrier.arrive(bars.index(FULL + stage), count=1)

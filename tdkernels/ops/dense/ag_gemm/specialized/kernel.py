@@ -17,10 +17,11 @@ These wait for nothing and are in the programs with the smallest ids. Both kinds
 programs that have started push all rows.
 """
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.calls import call, epoch, finish, signal_of
-from tdkernels.lang.context import num_ranks, rank
+from tdkernels.lang.context import data_at, num_ranks, rank
 from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.lang.gluon_signals import agreed_signal
 from tdkernels.ops.common.specialized.layout import (
@@ -36,12 +37,40 @@ from tdkernels.ops.common.specialized.layout import (
 from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
 from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
     add_bias,
+    bias_of_tile,
     load_partition,
     scale_tile,
     scales_of_tile,
     store_partition,
 )
 from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
+
+
+@gluon.jit
+def _begin_call(ctx, plan, me, FIXED_HALF: gl.constexpr):
+    """Return (number of the half, signal of the call)."""
+    if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
+        half = me * 0
+        signal = signal_of(ctx, epoch(ctx), plan)
+    else:
+        number, half, signal = call(ctx, plan)
+    return half, agreed_signal(signal)
+
+
+@gluon.jit
+def _tile_columns(N, N_2, N_3):
+    """Return (``weights`` of the partitions, number of tile columns)."""
+    starts_2 = (N + BLOCK_N - 1) // BLOCK_N
+    starts_3 = starts_2 + (N_2 + BLOCK_N - 1) // BLOCK_N
+    return (starts_2, starts_3, N, N_2, N_3), starts_3 + (N_3 + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _slots_of(x_desc, rows, K, slot_rows):
+    """Return (bytes of a row, bytes of a slot, offset of the scales in it, see ``slot_rows_of``)."""
+    row_bytes = K * (x_desc.dtype.primitive_bitwidth // 8)
+    wide = row_bytes.to(gl.int64)
+    return row_bytes, slot_rows * wide, (rows + 7) // 8 * 8 * wide
 
 
 @gluon_jit(do_not_specialize=[
@@ -68,31 +97,18 @@ def ag_gemm_specialized_kernel(
     X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
     """
     me, ranks = rank(ctx), num_ranks(ctx)
-    if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
-        half = me * 0
-        signal = signal_of(ctx, epoch(ctx), plan)
-    else:
-        number, half, signal = call(ctx, plan)
-    signal = agreed_signal(signal)
+    half, signal = _begin_call(ctx, plan, me, FIXED_HALF)
+    weights, tiles_n = _tile_columns(N, N_2, N_3)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
-    starts_2 = (N + BLOCK_N - 1) // BLOCK_N
-    starts_3 = starts_2 + (N_2 + BLOCK_N - 1) // BLOCK_N
-    tiles_n = starts_3 + (N_3 + BLOCK_N - 1) // BLOCK_N
-    weights = starts_2, starts_3, N, N_2, N_3
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
-    tiles = ranks * tiles_m * tiles_n
     # A void launch has no work items: a peer may still read the data of an earlier launch.
-    num_items = gl.where(signal == 0, 0, 2 * tiles - num_whole)
-    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
+    num_items = gl.where(signal == 0, 0, 2 * ranks * tiles_m * tiles_n - num_whole)
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     slices = (steps + slice_steps - 1) // slice_steps
-    row_bytes = K * (x_desc.dtype.primitive_bitwidth // 8)
-    slot_bytes = slot_rows * row_bytes.to(gl.int64)
-    shard = (
-        M_shard, row_bytes, gl.minimum(chunk_tiles * BLOCK_M, M_shard), slice_steps * STEP_BYTES, slices, num_chunks,
-        slot_bytes,
-    )
-    scales_offset = (M_shard + 7) // 8 * 8 * row_bytes.to(gl.int64)  # in a slot: see slot_rows_of
+    row_bytes, slot_bytes, scales_offset = _slots_of(x_desc, M_shard, K, slot_rows)
+    chunk_rows = gl.minimum(chunk_tiles * BLOCK_M, M_shard)
+    shard = M_shard, row_bytes, chunk_rows, slice_steps * STEP_BYTES, slices, num_chunks, slot_bytes
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
     memory = make_memory(x_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
@@ -100,9 +116,9 @@ def ag_gemm_specialized_kernel(
     y_descs = y_desc, y_desc_2, y_desc_3
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     IS_SCALED: gl.constexpr = x_scale_ptr is not None
-    of_x = ctx, half, x_scale_ptr, M_shard, slot_bytes, scales_offset
-    epilogue = order, weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, X_STEP, W_STEP
-    prepare: gl.constexpr = scales_of_tile if IS_SCALED else None
+    of_x = me, x_scale_ptr, data_at(ctx, half, me) + scales_offset, M_shard, slot_bytes
+    epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, X_STEP, W_STEP
+    prepare: gl.constexpr = scales_of_tile if IS_SCALED else (bias_of_tile if HAS_BIAS else None)
     finish_half: gl.constexpr = scale_tile if IS_SCALED else (add_bias if HAS_BIAS else no_epilogue)
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(

@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tdkernels.lang.context import data_at, signal_at
-from tdkernels.lang.gluon_signals import item_of_warp, request_by_warp
+from tdkernels.lang.context import signal_at
+from tdkernels.lang.gluon_signals import count_ready_by_warp, item_of_warp, request_by_warp
 from tdkernels.lang.memory import pointer_to
 from tdkernels.lang.signals import wait_plan
 from tdkernels.ops.common.specialized.layout import (
@@ -25,26 +25,34 @@ from tdkernels.ops.common.specialized.layout import (
     ONE_WARP,
     OUT_FREE,
     OUT_FULL,
+    STAGES,
     read_item,
 )
-from tdkernels.ops.common.specialized.load import end_items, load_steps
-from tdkernels.ops.common.specialized.scale import load_scales, times_scales
+from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.common.specialized.vectors import load_columns, load_rows, plus_bias, times_scales
 from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
+
+
+@gluon.jit
+def _columns_of(which, weights):
+    """Return the number of columns of the output of weight number ``which``."""
+    _, _, n, n_2, n_3 = weights
+    return gl.where(which == 2, n_3, gl.where(which == 1, n_2, n))
 
 
 @gluon.jit
 def _place_of(item, order, weights):
     """Return (shard, tile row, weight, its columns, first column in its output, whether it is whole) of a work item."""
     me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole = order
-    second, third, n, n_2, n_3 = weights
+    second, third = weights[0], weights[1]
     is_whole = item < num_whole
     halves = item + gl.minimum(item, num_whole)  # before this item
     source, pid_m, pid_n = tile_by_arrival(halves // 2, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
     which = (pid_n >= second).to(gl.int32) + (pid_n >= third).to(gl.int32)
     pid_n -= gl.where(which == 2, third, gl.where(which == 1, second, 0))
     col = pid_n * BLOCK_N + halves % 2 * HALF_N
-    n = gl.where(which == 2, n_3, gl.where(which == 1, n_2, n))
+    n = _columns_of(which, weights)
     # The second half of a tile at the edge may have no columns of the output.
     return source, pid_m, which, n, col, is_whole & (col + HALF_N < n)
 
@@ -63,24 +71,34 @@ def _of_weight(which, choices):
 
 
 @gluon.jit
-def _await_slice(ctx, first_ptr, slice_id, signal, source, is_own):
-    """Wait until a slice of K of the rows of a tile has arrived. This rank's own rows are there."""
-    if is_own == 0:
+def _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices):
+    """Return (pointer to the signals of the rows of a work item, number of first slices that have arrived).
+
+    All slices of this rank's own rows are there.
+    """
+    source, pid_m = place[0], place[1]
+    first_ptr = signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * slices)
+    others = (item < num_items) & (source != me)
+    ready = count_ready_by_warp(first_ptr, gl.where(others, slices, 0), signal)  # producer: as in _await_slice
+    return first_ptr, gl.where(source == me, slices, ready)
+
+
+@gluon.jit
+def _await_slice(ctx, first_ptr, slice_id, signal, source, ready):
+    """Wait until a slice of K of the rows of a tile has arrived. The first ``ready`` ones are there."""
+    if slice_id >= ready:
         wait_plan(ctx, first_ptr + slice_id, signal, source, FOR_TMA=True)  # producer: push_partition of the source
 
 
 @gluon.jit
 def _next_item(ctx, answer, num_items, order, weights):
-    """Return the work item that was requested, or the next one if it has no columns of the output."""
+    """Return (work item, its place). It is the item that was requested, or the next one that has columns."""
     item = item_of_warp(answer)
-    is_empty = item < num_items
-    while is_empty:
-        place = _place_of(item, order, weights)
-        is_empty = place[4] >= place[3]  # the column, and the columns of the output
-        if is_empty:
-            item = item_of_warp(request_by_warp(ctx, 0))
-            is_empty = item < num_items
-    return item
+    source, pid_m, which, n, col, is_whole = _place_of(item, order, weights)
+    while (item < num_items) & (col >= n):
+        item = item_of_warp(request_by_warp(ctx, 0))
+        source, pid_m, which, n, col, is_whole = _place_of(item, order, weights)
+    return item, (source, pid_m, which, n, col, is_whole)
 
 
 @gluon.jit
@@ -93,76 +111,81 @@ def load_partition(
     operands: descriptors of this rank's rows, of the gathered rows, and a tuple of those of the weights
     slice_steps: steps of K with one signal
 
-    The next item is requested before the last slice. Its number arrives meanwhile.
+    The next item is requested before the last slice. STAGES steps before the end its place is computed, and its signals
+    are read. So neither delays its loads: meanwhile steps are multiplied that have been loaded.
     """
     x_desc, gathered_desc, w_descs = operands
     me, chunk_tiles = order[0], order[5]
-    last = (steps + slice_steps - 1) // slice_steps - 1  # number of the last slice
+    slices = (steps + slice_steps - 1) // slice_steps
+    end = (slices - 1) * slice_steps  # where the last slice begins
+    late = gl.maximum(steps - STAGES, end)
     turn = 0
-    item = _next_item(ctx, request_by_warp(ctx, 0), num_items, order, weights)
+    item, place = _next_item(ctx, request_by_warp(ctx, 0), num_items, order, weights)
+    source, pid_m, which, n, col, is_whole = place
+    first_ptr, ready = _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices)
     while item < num_items:
-        source, pid_m, which, n, col, is_whole = _place_of(item, order, weights)
-        is_own = source == me
         row = pid_m * BLOCK_M
-        first_ptr = signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * (last + 1))
+        begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
+        is_own = source == me
         descs = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
-        place = plane, row, col, col + HALF_N, 0
-        code = 2 * item + gl.where(is_whole, 0, 1)
-        for slice_id in range(last):
-            _await_slice(ctx, first_ptr, slice_id, signal, source, is_own)
+        block, whole = (plane, row, col, col + HALF_N, 0), is_whole
+        for slice_id in range(slices - 1):
+            _await_slice(ctx, first_ptr, slice_id, signal, source, ready)
             first = slice_id * slice_steps
             turn = load_steps(
-                descs, memory, bars, code, place, is_whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
+                descs, memory, bars, block, whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
             )
         answer = request_by_warp(ctx, 0)
-        _await_slice(ctx, first_ptr, last, signal, source, is_own)
-        first = last * slice_steps
-        turn = load_steps(descs, memory, bars, code, place, is_whole, turn, first, steps, HALF_COLUMNS, W_IS_KN)
-        item = _next_item(ctx, answer, num_items, order, weights)
+        _await_slice(ctx, first_ptr, slices - 1, signal, source, ready)
+        turn = load_steps(descs, memory, bars, block, whole, turn, end, late, HALF_COLUMNS, W_IS_KN)
+        item, place = _next_item(ctx, answer, num_items, order, weights)
+        first_ptr, ready = _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices)
+        turn = load_steps(descs, memory, bars, block, whole, turn, late, steps, HALF_COLUMNS, W_IS_KN)
+        source, pid_m, which, n, col, is_whole = place
     end_items(memory, bars, turn)
 
 
-# ---- multiply ----
+# ---- multiply: ``place`` is (first row in the shard, first column, 4 * shard + weight) ----
 
 
 @gluon.jit
-def add_bias(half, code, WHICH: gl.constexpr, side: gl.constexpr, epilogue):
-    """Add the bias to half a tile. ``epilogue``: (order, weights, pointers to the biases, …)."""
-    order, weights, bias_ptrs = epilogue[0], epilogue[1], epilogue[2]
-    source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
-    layout: gl.constexpr = gl.SliceLayout(0, half.type.layout)
-    offs_n = col + side * HALF_N + gl.arange(0, HALF_N, layout=layout)
-    bias = gl.load(_of_weight(which, bias_ptrs) + offs_n, mask=offs_n < n, other=0.0)
-    return half + bias.to(gl.float32)[None, :]
+def bias_of_tile(place, WHICH: gl.constexpr, epilogue):
+    """Load the bias of the columns of a tile. ``epilogue``: (weights, pointers to the biases, …)."""
+    which, col = place[2] % 4, place[1]
+    return load_columns(_of_weight(which, epilogue[1]) + col, _columns_of(which, epilogue[0]) - col, 1)
 
 
 @gluon.jit
-def scales_of_tile(code, WHICH: gl.constexpr, epilogue):
-    """Load the scales of the rows and columns of a tile, whose first slice has arrived.
+def add_bias(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+    """Add the bias to half a tile."""
+    return plus_bias(half, prepared[1], side)
 
-    epilogue: (order, weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP)
-    of_x: (ctx, half, scales of this rank's rows, rows of a shard, bytes of a slot, offset of the scales in it)
+
+@gluon.jit
+def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
+    """Load the scales of the rows and columns of a tile, whose first slice has arrived, and the bias, if there is one.
+
+    epilogue: (weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP), with one weight
+    of_x: (rank, scales of its rows, address of those in the first slot, rows of a shard, bytes of a slot)
     """
-    order, weights = epilogue[0], epilogue[1]
-    ctx, half, own_ptr, rows, slot_bytes, offset = epilogue[3]
-    source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
-    row = pid_m * BLOCK_M + WHICH * HALF_M
-    arrived = data_at(ctx, half, order[0]) + source * slot_bytes + offset
-    address = gl.where(source == order[0], own_ptr.to(gl.int64), arrived)
-    x_ptr = pointer_to(address, gl.float32) + row * epilogue[5]
-    w_ptr = epilogue[4] + col * epilogue[6]
-    return load_scales(x_ptr, rows - row, w_ptr, n - col, epilogue[5], epilogue[6])
+    weights, bias_ptrs, of_x, w_ptr, x_step, w_step = epilogue
+    me, own_ptr, arrived, rows, slot_bytes = of_x
+    source, row, col = place[2] // 4, place[0] + WHICH * HALF_M, place[1]
+    address = gl.where(source == me, own_ptr.to(gl.int64), arrived + source * slot_bytes)
+    of_rows = load_rows(pointer_to(address, gl.float32) + row * x_step, rows - row, x_step)
+    of_columns = load_columns(w_ptr + col * w_step, weights[2] - col, w_step)
+    # Without a bias, this value is not used.
+    bias = of_columns if bias_ptrs[0] is None else bias_of_tile(place, WHICH, epilogue)
+    return of_rows, of_columns, bias
 
 
 @gluon.jit
-def scale_tile(half, code, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
     """Multiply half a tile by its scales, and add the bias, if there is one."""
-    epilogue, scales = prepared
-    half = times_scales(half, scales, side)
-    if epilogue[2][0] is not None:
-        half = add_bias(half, code, WHICH, side, epilogue)
-    return half
+    of_rows, of_columns, bias = prepared[1]
+    half = times_scales(half, of_rows, of_columns, side)
+    return half if prepared[0][1][0] is None else plus_bias(half, bias, side)
 
 
 # ---- store ----

@@ -28,7 +28,6 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     NO_HALVES,
     REGISTERS,
-    STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
@@ -120,7 +119,7 @@ def gemm_rs_specialized_kernel(
     tiles = ((M_shard + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     # A void launch has no work items: a peer may still read the data of an earlier launch.
     there = gl.where(signal != 0, tiles, 0)
-    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
     memory = make_memory(x_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
@@ -129,7 +128,7 @@ def gemm_rs_specialized_kernel(
     operands = x_desc, w_desc
     prepare: gl.constexpr = None if x_scale_ptr is None else scales_of_tile
     scaled: gl.constexpr = no_epilogue if x_scale_ptr is None else scale_tile
-    epilogue = problem, RANKS, me, x_scale_ptr, RANKS * M_shard, w_scale_ptr, X_STEP, W_STEP
+    epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, X_STEP, W_STEP
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [

@@ -24,9 +24,9 @@ from tdkernels.ops.common.specialized.layout import (
     STAGES,
     read_item,
 )
-from tdkernels.ops.common.specialized.load import end_items, load_steps
-from tdkernels.ops.common.specialized.scale import load_scales, times_scales
+from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.common.specialized.vectors import load_columns, load_rows, times_scales
 from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
@@ -58,19 +58,24 @@ def load_partition(
 ):
     """Fetch work items, and load their operands.
 
-    The next item is requested STAGES steps before the end of one. Its number arrives meanwhile.
+    The next item is requested 2 * STAGES steps before the end of one, and its place is computed STAGES steps before it.
+    So neither delays its loads: meanwhile steps are multiplied that have been loaded.
     """
     steps = problem[2]
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
+    row, col = _place_of_item(item, problem, me, RANKS)
+    early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     while item < num_items:
-        row, col = _place_of_item(item, problem, me, RANKS)
-        middle = gl.maximum(steps - STAGES, 0)
-        place = 0, row, col, col + HALF_N, 0
-        turn = load_steps(operands, memory, bars, item, place, True, turn, 0, middle, NO_HALVES, W_IS_KN)
+        begin_item(memory, bars, item, (row, col, 0), turn)
+        block = 0, row, col, col + HALF_N, 0
+        turn = load_steps(operands, memory, bars, block, True, turn, 0, early, NO_HALVES, W_IS_KN)
         answer = request_by_warp(ctx, 0)
-        turn = load_steps(operands, memory, bars, item, place, True, turn, middle, steps, NO_HALVES, W_IS_KN)
-        item = item_of_warp(answer)
+        turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
+        following = item_of_warp(answer)
+        row, col = _place_of_item(following, problem, me, RANKS)
+        turn = load_steps(operands, memory, bars, block, True, turn, late, steps, NO_HALVES, W_IS_KN)
+        item = following
     end_items(memory, bars, turn)
 
 
@@ -78,22 +83,23 @@ def load_partition(
 
 
 @gluon.jit
-def scales_of_tile(item, WHICH: gl.constexpr, epilogue):
+def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile.
 
-    epilogue: (problem, RANKS, rank, scales of x, rows of x, scales of the weight, X_STEP, W_STEP)
+    place: (first row in x, first column, 0)
+    epilogue: (scales of x, rows of x, scales of the weight, columns, X_STEP, W_STEP)
     """
-    problem, x_ptr, rows, w_ptr = epilogue[0], epilogue[3], epilogue[4], epilogue[5]
-    row, col = _place_of_item(item, problem, epilogue[2], epilogue[1])
-    row += WHICH * HALF_M
-    x_ptr, w_ptr = x_ptr + row * epilogue[6], w_ptr + col * epilogue[7]
-    return load_scales(x_ptr, rows - row, w_ptr, problem[1] - col, epilogue[6], epilogue[7])
+    x_ptr, rows, w_ptr, columns, x_step, w_step = epilogue
+    row, col = place[0] + WHICH * HALF_M, place[1]
+    of_rows = load_rows(x_ptr + row * x_step, rows - row, x_step)
+    return of_rows, load_columns(w_ptr + col * w_step, columns - col, w_step)
 
 
 @gluon.jit
-def scale_tile(half, item, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
     """Multiply half a tile by its scales."""
-    return times_scales(half, prepared[1], side)
+    of_rows, of_columns = prepared[1]
+    return times_scales(half, of_rows, of_columns, side)
 
 
 # ---- send ----

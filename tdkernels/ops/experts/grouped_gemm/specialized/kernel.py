@@ -19,7 +19,6 @@ from tdkernels.ops.common.specialized.layout import (
     HALF_N,
     HALF_ROWS,
     REGISTERS,
-    STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
@@ -50,7 +49,7 @@ def group_gemm_specialized_kernel(
     N = N // 8 * 8  # so that the compiler knows it
     KEEP: gl.constexpr = pre_ptr is not None
     width: gl.constexpr = HALF_N if PAIR else BLOCK_N  # columns of the output of a tile
-    BLOCK_K: gl.constexpr = STEP_BYTES * 8 // x_desc.dtype.primitive_bitwidth
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = N, K, (N + width - 1) // width, group_m
     splits = splits_ptr, num_experts, R

@@ -27,7 +27,7 @@ from tdkernels.ops.common.specialized.layout import (
     STAGES,
     read_item,
 )
-from tdkernels.ops.common.specialized.load import end_items, load_steps
+from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.multiply import halves_of, pass_on
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.experts.grouped_gemm.swiglu import swiglu
@@ -101,16 +101,17 @@ def load_partition(
         item = 2 * tile + gl.where(is_whole, 0, 1)
         if PAIR:
             col = 2 * expert * N + pid_n * HALF_N
-            place = 0, row, col, col + N, 0
+            block = 0, row, col, col + N, 0
         elif W_IS_KN:
             col = pid_n * BLOCK_N
-            place = 0, row, col, col + HALF_N, expert * K
+            block = 0, row, col, col + HALF_N, expert * K
         else:
             col = expert * N + pid_n * BLOCK_N
-            place = 0, row, col, col + HALF_N, 0
-        turn = load_steps(operands, memory, bars, item, place, is_whole, turn, 0, middle, HALF_ROWS, W_IS_KN)
+            block = 0, row, col, col + HALF_N, 0
+        begin_item(memory, bars, item, (row, pid_n, expert), turn)
+        turn = load_steps(operands, memory, bars, block, is_whole, turn, 0, middle, HALF_ROWS, W_IS_KN)
         answer = request_number(counter_ptr)
-        turn = load_steps(operands, memory, bars, item, place, is_whole, turn, middle, steps, HALF_ROWS, W_IS_KN)
+        turn = load_steps(operands, memory, bars, block, is_whole, turn, middle, steps, HALF_ROWS, W_IS_KN)
         tile = item_of_warp(answer)
     end_items(memory, bars, turn)
 
@@ -119,20 +120,22 @@ def load_partition(
 
 
 @gluon.jit
-def pass_swiglu(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Pass on the SwiGLU of a tile whose halves are gate and up. Return the number of halves so far."""
+def pass_swiglu(memory, bars, acc, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Return (number of halves so far, SwiGLU of a tile whose halves are gate and up)."""
     gate, up = halves_of(acc)
-    return pass_on(memory, bars, swiglu(gate, up).to(memory[2].dtype), item, number, WHICH, True)
+    return number, swiglu(gate, up).to(memory[2].dtype)
 
 
 @gluon.jit
-def pass_swiglu_and_input(memory, bars, acc, item, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Pass on gate, up and their SwiGLU. Return the number of halves so far."""
+def pass_swiglu_and_input(
+    memory, bars, acc, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr
+):
+    """Pass on gate and up. Return (number of halves so far, their SwiGLU)."""
     dtype: gl.constexpr = memory[2].dtype
     gate, up = halves_of(acc)
-    number = pass_on(memory, bars, gate.to(dtype), item, number, WHICH, True)
-    number = pass_on(memory, bars, up.to(dtype), item, number, WHICH, False)
-    return pass_on(memory, bars, swiglu(gate, up).to(dtype), item, number, WHICH, False)
+    number = pass_on(memory, bars, gate.to(dtype), item, number, WHICH)
+    number = pass_on(memory, bars, up.to(dtype), item, number, WHICH)
+    return number, swiglu(gate, up).to(dtype)
 
 
 # ---- store ----

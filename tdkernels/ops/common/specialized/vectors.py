@@ -1,0 +1,50 @@
+"""Scale the rows and columns of a tile, or add a bias to its columns.
+
+The vectors are loaded after the first steps (``PREPARE`` of ``multiply_partition``), and arrive during the main loop. A
+vector of columns is then in one register of a thread, and moves to the threads that need it after the main loop
+(``EPILOGUE``).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tdkernels.ops.common.specialized.layout import HALF_LAYOUT, HALF_M, HALF_N
+
+
+@gluon.jit
+def load_rows(ptr, rows, STEP: gl.constexpr):
+    """Return a value for each of HALF_M rows.
+
+    ptr, rows: pointer to the value of the first row, and number of rows that have one
+    STEP: 0 if all rows have the value at the pointer, otherwise 1
+    """
+    offs_m = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, HALF_LAYOUT))
+    return gl.load(ptr + offs_m * STEP, mask=offs_m < rows, other=0.0)
+
+
+@gluon.jit
+def load_columns(ptr, columns, STEP: gl.constexpr):
+    """Return (values of the first HALF_N columns, of the last ones); arguments as for ``load_rows``."""
+    offs_n = gl.arange(0, HALF_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    left = gl.load(ptr + offs_n * STEP, mask=offs_n < columns, other=0.0)
+    return left, gl.load(ptr + (HALF_N + offs_n) * STEP, mask=HALF_N + offs_n < columns, other=0.0)
+
+
+@gluon.jit
+def _of_half(values, side: gl.constexpr):
+    """Return the values of the columns of half a tile, as [1, HALF_N] in fp32."""
+    found = values[0] if side == 0 else values[1]
+    return gl.convert_layout(found, gl.SliceLayout(0, HALF_LAYOUT)).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def times_scales(half, of_rows, of_columns, side: gl.constexpr):
+    """Return HALF_M rows of half a tile times the scales of the rows, then times those of the columns."""
+    half = gl.convert_layout(half, HALF_LAYOUT, assert_trivial=True) * of_rows[:, None]
+    return half * _of_half(of_columns, side)
+
+
+@gluon.jit
+def plus_bias(half, bias, side: gl.constexpr):
+    """Return HALF_M rows of half a tile plus the bias of its columns."""
+    return gl.convert_layout(half, HALF_LAYOUT, assert_trivial=True) + _of_half(bias, side)
