@@ -41,10 +41,14 @@ def check_spills(report, code, most):
 
 
 def check_loop(code, group):
-    """Check that nothing is spilled within the loops that have these instructions."""
-    for first, last in zip(group, group[1:], strict=False):
-        between = code[first:last] if last - first < 100 else []
-        assert not re.search(r"\b(LDL|STL)", "\n".join(between))
+    """Check that nothing is spilled within the innermost loops that have these instructions."""
+    branches = [(at, re.match(r"@!?U?P\d BRA (0x[0-9a-f]+)", text)) for at, text in enumerate(code)]
+    loops = [(int(found[1], 16) // 16, at) for at, found in branches if found]  # 16 bytes per instruction
+    loops = [(first, last) for first, last in loops if any(first <= at < last for at in group)]
+    inner = [one for one in loops if not any(one != two and one[0] <= two[0] and two[1] <= one[1] for two in loops)]
+    assert inner
+    for first, last in inner:
+        assert not re.search(r"\b(LDL|STL)", "\n".join(code[first:last]))
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [

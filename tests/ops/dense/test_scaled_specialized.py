@@ -107,6 +107,7 @@ def test_default_config(hopper, operator, layout, n, k):
     assert config.warp_specialize is expected
     if expected:
         tiles = config.tiles
+        assert operator == "gemm_rs" or config.num_comm_sms == 96
         assert (tiles.block_m, tiles.block_n, tiles.block_k) == (128, 256, 128) and launch.is_enabled(config)
 
 

@@ -19,8 +19,9 @@ _LARGE_SHARD_BYTES = 64 << 20
 # For two ranks. On 2 H100, five shapes: 8 % faster than 24 on average in CUDA graphs, and as fast in eager mode.
 _NUM_COMM_SMS_OF_TWO = 8
 # For the warp-specialized kernel, whose programs push about 10 GB/s each. On 8 H200 and in eight shapes, 64 were the
-# fastest of 24, 32, 48, 64, 96 and 128 on average; 128 took 1.05 of their time.
-_NUM_COMM_SPECIALIZED = 64
+# fastest of 24, 32, 48, 64, 96 and 128 on average; 128 took 1.05 of their time. In fp8 a GEMM takes half of the time:
+# on 4 H100 and in three shapes, 96 and 131 took 0.96 of the time of 64, and 40 took 1.14.
+_NUM_COMM_SPECIALIZED, _NUM_COMM_SPECIALIZED_FP8 = 64, 96
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
 MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
@@ -118,9 +119,10 @@ def num_pushing(world_size: int) -> int:
     return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
 
 
-def specialized_config(device: "torch.device") -> AgGemmConfig:
+def specialized_config(dtype: "torch.dtype", device: "torch.device") -> AgGemmConfig:
     """Return the default config of the warp-specialized kernel."""
-    num_comm = min(_NUM_COMM_SPECIALIZED, gpu.num_sms(device) - 1)
+    num_comm = _NUM_COMM_SPECIALIZED_FP8 if dtype.itemsize == 1 else _NUM_COMM_SPECIALIZED
+    num_comm = min(num_comm, gpu.num_sms(device) - 1)
     return AgGemmConfig(tiles=LARGE, num_comm_sms=num_comm, chunk_tiles=_CHUNK_SPECIALIZED, warp_specialize=True)
 
 
@@ -140,7 +142,7 @@ def default_config(
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
-        return specialized_config(device)
+        return specialized_config(dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))

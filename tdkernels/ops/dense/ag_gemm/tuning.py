@@ -103,12 +103,12 @@ class AgGemmTunable(dense.DenseTunable):
             LARGE, n, k, problem.torch_dtype, device, problem.layout
         ):
             return []
-        default = ag_gemm_config.specialized_config(device)
+        default = ag_gemm_config.specialized_config(problem.torch_dtype, device)
         (tiles,) = self.tiles_for(problem, device, [default.tiles])
         default = replace(default, tiles=tiles)
         return [
             replace(default, num_comm_sms=num_comm, chunk_tiles=chunk_tiles)
-            for num_comm in (32, default.num_comm_sms, 96) for chunk_tiles in (1, 2)
+            for num_comm in (32, 64, 96) for chunk_tiles in (1, 2)
         ]
 
     def estimate_ms(self, config: AgGemmConfig, problem: "Problem", hardware: "Hardware") -> float:
