@@ -116,7 +116,7 @@ class AgGemmRun(Run):
 
     def _place_of(self, item, order, weights):
         """Return the place of an item in the shard of rank ``item % 3``. This rank is 0."""
-        if item >= self.items:
+        if not 0 <= item < self.items:
             return item % 3, item, 0, BLOCK_N, 0, True
         return item % 3, item, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
 
@@ -127,7 +127,7 @@ class AgGemmRun(Run):
         assert count in (0, self.slices)
         self.schedule.until()
         ready = [self._of_signal(number + cut) in self.arrived for cut in range(count)]
-        return [*ready, False].index(False)
+        return self.schedule.random.randint(0, [*ready, False].index(False))  # it need not read all of them
 
     def _of_signal(self, number):
         """Return the work item and the slice of a signal."""
@@ -158,19 +158,21 @@ class AgGemmRun(Run):
 class GroupGemmRun(Run):
     """A program of ``group_gemm_specialized_kernel``. Each tile is a group with as many rows as ``ends`` says.
 
-    With ``is_pair`` the halves of a tile are the input of SwiGLU, and side 2 is its output.
+    With ``activation`` the halves of a tile are the input of SwiGLU, and side 2 is its output. With "keep" the input
+    leaves, too.
     """
 
     partitions = group_gemm_partitions
 
-    def __init__(self, seed, items, steps, is_pair, source=None):
-        self.is_pair = is_pair
+    def __init__(self, seed, items, steps, activation, source=None):
+        self.activation, self.is_pair = activation, activation is not None
         super().__init__(seed, items, steps, source)
         self.ends = [self.schedule.random.choice([BLOCK_M, BLOCK_M - 1, HALF_M + 1, HALF_M, 1]) for _ in range(items)]
 
     def quarters(self, item):
         parts = range(2 if self.ends[item] > HALF_M else 1)
-        return [(item, part, side) for part in parts for side in range(3 if self.is_pair else 2)]
+        sides = {None: (0, 1), "swiglu": (2,), "keep": (0, 1, 2)}[self.activation]
+        return [(item, part, side) for part in parts for side in sides]
 
     def threads(self):
         bars = indexed(self.bars)
@@ -185,12 +187,13 @@ class GroupGemmRun(Run):
 
         def store():
             outputs = ("y", y), ("pre", pre)
-            self.code["store_partition"](self.memory, bars, *outputs, splits, problem, 1, pair, pair)
+            keeps = self.activation == "keep"
+            self.code["store_partition"](self.memory, bars, *outputs, splits, problem, 1, pair, keeps)
             self.closed = True
 
         def multiply(which):
-            how = ("pass_swiglu_and_input", 3) if pair else ("pass_halves", 2)
-            return lambda: self.multiply(which, "HALF_ROWS", *how)
+            how = {None: ("pass_halves", 2), "swiglu": ("pass_swiglu", 1), "keep": ("pass_swiglu_and_input", 3)}
+            return lambda: self.multiply(which, "HALF_ROWS", *how[self.activation])
 
         return {"load": load, "store": store, "multiply 0": multiply(0), "multiply 1": multiply(1)}
 

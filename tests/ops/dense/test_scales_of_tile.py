@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from tdkernels.ops.dense.gemm_rs.specialized import partitions as of_gemm_rs
 
 BLOCK_M, HALF_M, BLOCK_N, HALF_N = 128, 64, 256, 128
 ROWS, N, RANKS, ME = 200, 784, 3, 1  # of a shard, of the output
-OWN, DATA, WEIGHT = 1 << 40, 2 << 40, 3 << 40  # addresses: scales of x, symmetric memory, scales of the weight
-SLOT, OFFSET = 1 << 30, 1 << 20  # bytes of a slot, offset of the scales in it
+OWN, DATA, WEIGHT = 1 << 40, 2 << 40, 3 << 40  # addresses of scales: of x, of the first slot, of the weight
+SLOT = 1 << 30  # bytes of a slot
 
 
 class Address(int):
@@ -30,60 +31,48 @@ class Pointer(Address):
         return Pointer(int(self) + 4 * values)
 
 
-def function(module, name, change=("", ""), **names):
-    """Return a function of the partitions for integers of Python, with one change of its source."""
-    source = inspect.getsource(getattr(module, name).fn)
-    assert change[0] in source
-    source = source.replace(*change) if change[0] else source
+def function(module, change=("", "")):
+    """Return ``scales_of_tile`` for integers of Python, with one change of its source."""
+    source = inspect.getsource(module.scales_of_tile.fn).replace(*change)
     gl = SimpleNamespace(
         constexpr=int, int64=None, float32=None, where=lambda condition, one, other: one if condition else other,
     )
-    names |= {"gl": gl, "gluon": SimpleNamespace(jit=lambda fn: fn), "BLOCK_M": BLOCK_M, "HALF_M": HALF_M}
-    names |= {
-        "load_scales": lambda x_ptr, rows, w_ptr, columns, x_step, w_step: (
-            [int(x_ptr) + 4 * row * x_step for row in range(min(HALF_M, rows))],
-            [int(w_ptr) + 4 * column * w_step for column in range(min(BLOCK_N, columns))],
-        ),
-        "data_at": lambda ctx, half, rank: Address(DATA + half), "pointer_to": lambda address, dtype: Pointer(address),
+    names = {
+        "gl": gl, "gluon": SimpleNamespace(jit=lambda fn: fn), "HALF_M": HALF_M,
+        "load_rows": lambda ptr, rows, step: [int(ptr) + 4 * row * step for row in range(min(HALF_M, rows))],
+        "load_columns": lambda ptr, columns, step: [int(ptr) + 4 * at * step for at in range(min(BLOCK_N, columns))],
+        "pointer_to": lambda address, dtype: Pointer(address),
     }
     exec(compile(ast.parse(source), module.__file__, "exec"), names)
-    return names[name]
+    return names["scales_of_tile"]
 
 
 def check_ag_gemm(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of all shards, and of items that are the second half of a tile."""
+    scales_of_tile = function(of_ag_gemm, change)
+    of_x = ME, Pointer(OWN), Address(DATA), ROWS, SLOT
+    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), x_step, w_step
     tiles = [(source, m, col) for source in range(RANKS) for m in range(2) for col in (0, BLOCK_N, 3 * BLOCK_N, HALF_N)]
-    place = lambda item, order, weights: (*tiles[item][:2], 0, N, tiles[item][2], True)  # noqa: E731
-    scales_of_tile = function(of_ag_gemm, "scales_of_tile", change, _place_of=place)
-    of_x = None, 7, Pointer(OWN), ROWS, SLOT, OFFSET
-    epilogue = (ME,), None, (None,), of_x, Pointer(WEIGHT), x_step, w_step
-    for item, (source, m, col) in enumerate(tiles):
-        base = OWN if source == ME else DATA + 7 + source * SLOT + OFFSET
+    for source, m, col in tiles:
+        base = OWN if source == ME else DATA + source * SLOT
         for which in range(2):
             rows = range(m * BLOCK_M + which * HALF_M, min(m * BLOCK_M + (which + 1) * HALF_M, ROWS))
             expected = [base + 4 * row * x_step for row in rows]
             columns = [WEIGHT + 4 * column * w_step for column in range(col, min(col + BLOCK_N, N))]
-            assert scales_of_tile(2 * item, which, epilogue) == (expected, columns), (source, m, col, which)
+            found = scales_of_tile((m * BLOCK_M, col, 4 * source), which, epilogue)
+            assert found[:2] == (expected, columns), (source, m, col, which)
 
 
 def check_gemm_rs(x_step, w_step, change=("", "")):
-    """Check the addresses of all tiles of all owners, each of which has a segment of the rows."""
-    row_of = lambda row, owner: owner * ROWS + row  # noqa: E731
-    places = [(m * BLOCK_M, col) for m in range(2) for col in range(0, N, BLOCK_N)]
-    item_place = function(
-        of_gemm_rs, "_place_of_item", place_of=lambda tile, *_: places[tile],
-        row_in_segments=lambda row, owner, ranks, segment: row_of(row, owner),
-    )
-    scales_of_tile = function(of_gemm_rs, "scales_of_tile", change, _place_of_item=item_place)
-    problem = ROWS, N, 5, 8, ROWS
-    epilogue = problem, RANKS, ME, Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), x_step, w_step
-    for item in range(len(places) * RANKS):
-        (row, col), owner = places[item // RANKS], (ME + 1 + item % RANKS) % RANKS
+    """Check the addresses of all tiles of x, which has the rows of all owners."""
+    scales_of_tile = function(of_gemm_rs, change)
+    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, x_step, w_step
+    for row, col in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N)):
         for which in range(2):
-            first = row_of(row, owner) + which * HALF_M
+            first = row + which * HALF_M
             expected = [OWN + 4 * at * x_step for at in range(first, min(first + HALF_M, RANKS * ROWS))]
             columns = [WEIGHT + 4 * column * w_step for column in range(col, min(col + BLOCK_N, N))]
-            assert scales_of_tile(item, which, epilogue) == (expected, columns), (item, which)
+            assert scales_of_tile((row, col, 0), which, epilogue) == (expected, columns), (row, col, which)
 
 
 CHECKS = {"ag_gemm": check_ag_gemm, "gemm_rs": check_gemm_rs}
@@ -96,14 +85,18 @@ def test_scales_of_every_tile(operator, x_step, w_step):
 
 
 MUTANTS = [
-    ("ag_gemm", (" + WHICH * HALF_M", "")), ("ag_gemm", (" + source * slot_bytes", "")), ("ag_gemm", (" + offset", "")),
-    ("ag_gemm", ("source == order[0]", "source != order[0]")), ("ag_gemm", (" + col * epilogue[6]", "")),
-    ("ag_gemm", ("n - col", "n")), ("gemm_rs", ("row += WHICH * HALF_M", "pass")), ("gemm_rs", ("rows - row", "rows")),
-    ("gemm_rs", (" + row * epilogue[6]", "")), ("gemm_rs", ("problem[1] - col", "problem[1]")),
+    ("ag_gemm", ("place[0] + WHICH * HALF_M", "place[0]")), ("ag_gemm", (" + source * slot_bytes", "")),
+    ("ag_gemm", ("source == me", "source != me")), ("ag_gemm", ("place[2] // 4", "place[2]")),
+    ("ag_gemm", (" + row * x_step", "")), ("ag_gemm", (" + col * w_step", "")),
+    ("ag_gemm", ("weights[2] - col", "weights[2]")), ("gemm_rs", ("place[0] + WHICH * HALF_M", "place[0]")),
+    ("gemm_rs", ("rows - row", "rows")), ("gemm_rs", (" + row * x_step", "")), ("gemm_rs", (" + col * w_step", "")),
+    ("gemm_rs", ("columns - col", "columns")),
 ]
 
 
 @pytest.mark.parametrize("operator, change", MUTANTS, ids=str)
 def test_errors_are_found(operator, change):
+    module = {"ag_gemm": of_ag_gemm, "gemm_rs": of_gemm_rs}[operator]
+    assert inspect.getsource(module.scales_of_tile.fn).count(change[0]) == 1
     with pytest.raises(AssertionError):
         CHECKS[operator](1, 1, change)

@@ -25,10 +25,10 @@ def test_ag_gemm_in_any_order(items, steps, slice_steps):
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_group_gemm_in_any_order(items, steps, is_pair):
+@pytest.mark.parametrize("activation", [None, "swiglu", "keep"])
+def test_group_gemm_in_any_order(items, steps, activation):
     for seed in range(SEEDS):
-        GroupGemmRun(seed, items, steps, is_pair)()
+        GroupGemmRun(seed, items, steps, activation)()
 
 
 LAST_ARRIVAL = (
@@ -47,8 +47,11 @@ OF_ALL = {
     ),
     "a store is not fenced": ("    fence_async_shared()\n", ""),
     "loads do not wait": ("    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)\n", ""),
-    "a half that was kept does not leave": (
+    "the last half that was kept does not leave": (
         "    number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)\n    # Both", "    # Both",
+    ),
+    "a half that was kept does not leave": (
+        "return acc, turn, _pass_kept(memory, bars, kept, kept_item, number, WHICH)", "return acc, turn, number",
     ),
     "an item is not passed on": ("        write_item(sent.index(0), item, FOUR_WARPS)\n", "        pass\n"),
 }
@@ -69,6 +72,10 @@ OF_AG_GEMM = {
 
 OF_GROUP_GEMM = {
     EARLY: ("        tma.store_wait(0)\n", ""),
+    "a half that was kept before a skipped tile does not leave": (
+        "        number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)\n        turn = _skip",
+        "        turn = _skip",
+    ),
     "stages of a skipped tile are not freed": ("        mbarrier.arrive(bars.index(FREE + stage), count=1)\n", ""),
     "a skipped half does not wait for the one before": (
         "    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n    mbarrier.arrive", "    mbarrier.arrive",
@@ -95,9 +102,9 @@ def test_errors_in_ag_gemm_are_found(mutant):
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GROUP_GEMM)
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_errors_in_group_gemm_are_found(mutant, is_pair):
-    _finds(lambda seed, source: GroupGemmRun(seed, 5, 6, is_pair, source), OF_ALL | OF_GROUP_GEMM, mutant)
+@pytest.mark.parametrize("activation", [None, "keep"])
+def test_errors_in_group_gemm_are_found(mutant, activation):
+    _finds(lambda seed, source: GroupGemmRun(seed, 5, 6, activation, source), OF_ALL | OF_GROUP_GEMM, mutant)
 
 
 def _finds(run, mutants, mutant):

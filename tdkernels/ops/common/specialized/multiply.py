@@ -2,8 +2,8 @@
 
 The number and the place of a work item travel with the first step of its operands, its number also with its output.
 
-A tile leaves in halves. The last one is kept in registers until the next tile has begun, so that the tensor cores are
-busy while it is stored. The half before has then left the buffer of the output.
+A whole tile leaves in halves. The last one is kept in registers until the next tile has begun, so that the tensor cores
+are busy while it is stored. By then the half before has usually left the buffer of the output.
 """
 
 from triton.experimental import gluon

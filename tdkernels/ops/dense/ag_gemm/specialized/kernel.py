@@ -2,7 +2,7 @@
 
 It does what ``ag_gemm_kernel`` does, with the same slots and signals, so ranks may run either of them. A chunk of a
 shard has a signal for each slice of its columns, so that a tile can begin when the first slice has arrived. A program
-has five kinds of warps:
+has five partitions of warps:
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: fetches work items, waits for their rows, and loads their operands with TMA

@@ -71,19 +71,6 @@ def _of_weight(which, choices):
 
 
 @gluon.jit
-def _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices):
-    """Return (pointer to the signals of the rows of a work item, number of first slices that have arrived).
-
-    All slices of this rank's own rows are there.
-    """
-    source, pid_m = place[0], place[1]
-    first_ptr = signal_at(ctx, half, (source * num_chunks + pid_m // chunk_tiles) * slices)
-    others = (item < num_items) & (source != me)
-    ready = count_ready_by_warp(first_ptr, gl.where(others, slices, 0), signal)  # producer: as in _await_slice
-    return first_ptr, gl.where(source == me, slices, ready)
-
-
-@gluon.jit
 def _await_slice(ctx, first_ptr, slice_id, signal, source, ready):
     """Wait until a slice of K of the rows of a tile has arrived. The first ``ready`` ones are there."""
     if slice_id >= ready:
@@ -94,11 +81,26 @@ def _await_slice(ctx, first_ptr, slice_id, signal, source, ready):
 def _next_item(ctx, answer, num_items, order, weights):
     """Return (work item, its place). It is the item that was requested, or the next one that has columns."""
     item = item_of_warp(answer)
-    source, pid_m, which, n, col, is_whole = _place_of(item, order, weights)
+    # A number beyond the items would divide by 0. Its place is not used.
+    source, pid_m, which, n, col, is_whole = _place_of(gl.minimum(item, num_items - 1), order, weights)
     while (item < num_items) & (col >= n):
         item = item_of_warp(request_by_warp(ctx, 0))
-        source, pid_m, which, n, col, is_whole = _place_of(item, order, weights)
+        source, pid_m, which, n, col, is_whole = _place_of(gl.minimum(item, num_items - 1), order, weights)
     return item, (source, pid_m, which, n, col, is_whole)
+
+
+@gluon.jit
+def _next_rows(ctx, answer, num_items, order, weights, half, signal, num_chunks, slices):
+    """Return (work item, its place, pointer to the signals of its rows, number of first slices that have arrived).
+
+    All slices of this rank's own rows are there.
+    """
+    item, place = _next_item(ctx, answer, num_items, order, weights)
+    source, is_own = place[0], place[0] == order[0]
+    first_ptr = signal_at(ctx, half, (source * num_chunks + place[1] // order[5]) * slices)
+    count = gl.where((item < num_items) & (is_own == 0), slices, 0)
+    ready = count_ready_by_warp(first_ptr, count, signal)  # producer: as in _await_slice
+    return item, place, first_ptr, gl.where(is_own, slices, ready)
 
 
 @gluon.jit
@@ -115,33 +117,33 @@ def load_partition(
     are read. So neither delays its loads: meanwhile steps are multiplied that have been loaded.
     """
     x_desc, gathered_desc, w_descs = operands
-    me, chunk_tiles = order[0], order[5]
     slices = (steps + slice_steps - 1) // slice_steps
     end = (slices - 1) * slice_steps  # where the last slice begins
     late = gl.maximum(steps - STAGES, end)
     turn = 0
-    item, place = _next_item(ctx, request_by_warp(ctx, 0), num_items, order, weights)
+    item, place, first_ptr, ready = _next_rows(
+        ctx, request_by_warp(ctx, 0), num_items, order, weights, half, signal, num_chunks, slices
+    )
     source, pid_m, which, n, col, is_whole = place
-    first_ptr, ready = _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices)
     while item < num_items:
-        row = pid_m * BLOCK_M
+        row, is_own = pid_m * BLOCK_M, source == order[0]
         begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
-        is_own = source == me
         descs = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
-        block, whole = (plane, row, col, col + HALF_N, 0), is_whole
+        block = plane, row, col, col + HALF_N, 0
         for slice_id in range(slices - 1):
             _await_slice(ctx, first_ptr, slice_id, signal, source, ready)
             first = slice_id * slice_steps
             turn = load_steps(
-                descs, memory, bars, block, whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
+                descs, memory, bars, block, is_whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
             )
         answer = request_by_warp(ctx, 0)
         _await_slice(ctx, first_ptr, slices - 1, signal, source, ready)
-        turn = load_steps(descs, memory, bars, block, whole, turn, end, late, HALF_COLUMNS, W_IS_KN)
-        item, place = _next_item(ctx, answer, num_items, order, weights)
-        first_ptr, ready = _slices_of(ctx, half, signal, item, num_items, place, me, num_chunks, chunk_tiles, slices)
-        turn = load_steps(descs, memory, bars, block, whole, turn, late, steps, HALF_COLUMNS, W_IS_KN)
+        turn = load_steps(descs, memory, bars, block, is_whole, turn, end, late, HALF_COLUMNS, W_IS_KN)
+        item, place, first_ptr, ready = _next_rows(
+            ctx, answer, num_items, order, weights, half, signal, num_chunks, slices
+        )
+        turn = load_steps(descs, memory, bars, block, is_whole, turn, late, steps, HALF_COLUMNS, W_IS_KN)
         source, pid_m, which, n, col, is_whole = place
     end_items(memory, bars, turn)
 

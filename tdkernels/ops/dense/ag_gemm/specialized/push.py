@@ -42,8 +42,8 @@ def _copy_scales(dst, src, count):
 def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr):
     """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
 
-    The scales of the chunk go with the first part of its first slice, since tiles load them before they multiply. The
-    program that pushes the last part sets the signal.
+    The scales of the chunk go with the first part of its first slice. When a tile loads them, perhaps only that slice
+    has arrived. The program that pushes the last part sets the signal.
     """
     rows, row_bytes, chunk_rows, slice_bytes, slices, num_chunks, slot_bytes = shard
     me, ranks = rank(ctx), num_ranks(ctx)

@@ -1,7 +1,7 @@
 """Warp-specialized kernel of gemm_rs with transport "direct", for Hopper, in Gluon.
 
 It does what ``gemm_rs_direct_kernel`` does, with the same work items, slots and signals, so ranks may run either of
-them. A program has five kinds of warps, four of them in ``partitions`` and in ``specialized.multiply``:
+them. A program has five partitions of warps, four of them in ``partitions`` and in ``specialized.multiply``:
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: fetches work items, and loads their operands with TMA

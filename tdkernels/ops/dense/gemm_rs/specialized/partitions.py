@@ -64,7 +64,7 @@ def load_partition(
     steps = problem[2]
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    row, col = _place_of_item(item, problem, me, RANKS)
+    row, col = _place_of_item(gl.minimum(item, num_items - 1), problem, me, RANKS)
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     while item < num_items:
         begin_item(memory, bars, item, (row, col, 0), turn)
@@ -73,7 +73,8 @@ def load_partition(
         answer = request_by_warp(ctx, 0)
         turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
         following = item_of_warp(answer)
-        row, col = _place_of_item(following, problem, me, RANKS)
+        # A number beyond the items would divide by 0. Its place is not used.
+        row, col = _place_of_item(gl.minimum(following, num_items - 1), problem, me, RANKS)
         turn = load_steps(operands, memory, bars, block, True, turn, late, steps, NO_HALVES, W_IS_KN)
         item = following
     end_items(memory, bars, turn)
