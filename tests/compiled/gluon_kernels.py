@@ -29,7 +29,7 @@ def gluon_launches():
         gemm_rs_launch(4, E4M3), gemm_rs_launch(8, E4M3, bias=True, per_row=False), ag_gemm_launch(1, E4M3),
         ag_gemm_launch(1, E4M3, bias=True),
         group_gemm_launch(128, BF16), group_gemm_launch(3, FP16, w_is_kn=True),
-        group_gemm_launch(256, BF16, "swiglu", keep=True), *(parts for parts, _ in latents),
+        group_gemm_launch(32, BF16, "swiglu", keep=True), *(parts for parts, _ in latents),
     ]
 
 

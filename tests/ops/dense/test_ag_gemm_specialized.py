@@ -34,7 +34,7 @@ def test_backward_of_gemm_rs(world_size, n):
 # On other devices the portable kernel runs, which sets and awaits the same signals.
 @pytest.mark.parametrize("world_size, chunk_tiles", [(2, 1), (3, 2)])
 def test_gathered_rows_with_several_signals(world_size, chunk_tiles):
-    on_ranks(world_size, cases.keeps_the_gathered_rows, 136, 80, 1088, chunk_tiles, 3)
+    on_ranks(world_size, cases.keeps_the_gathered_rows, 136, 80, 1088, chunk_tiles, 2)
 
 
 @on_hopper
