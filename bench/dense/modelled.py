@@ -22,11 +22,13 @@ _TRANSPORTS = "push", "forward", "direct"
 def best_rows(folder=RESULTS):
     """Return {problem: its row with the fastest config} for the newest run of each problem with a modelled link.
 
-    A problem is left out if a kernel that is not shipped was faster.
+    A problem is left out if a kernel that is not shipped was faster, or if the warp-specialized kernel was not timed.
+    That one is the default for large M.
     """
     rows = filter(_can_compete, read_solo(folder))
     runs = newest(rows, lambda row: None, lambda row: problem_of(row, row["ranks"]), with_overrides=True).get(None, {})
-    best = {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in runs.items()}
+    complete = {problem: run for problem, run in runs.items() if any(map(_is_specialized, run.values()))}
+    best = {problem: min(run.values(), key=lambda row: row["ms"]) for problem, run in complete.items()}
     return {problem: row for problem, row in best.items() if _can_ship(row)}
 
 
@@ -41,7 +43,11 @@ def _can_compete(row):
 def _can_ship(row):
     if row["config"]["method"] == "parts":
         return False
-    return row["op"] != "ag_gemm" or row["config"].get("warp_specialize", False)
+    return row["op"] != "ag_gemm" or _is_specialized(row)
+
+
+def _is_specialized(row):
+    return row["config"].get("warp_specialize", False)
 
 
 def problem_of(row, ranks):
