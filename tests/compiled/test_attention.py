@@ -6,7 +6,7 @@ import pytest
 
 from tests.compiled.attention import ATTENTION, ODD_ATTENTION, compile_attention
 from tests.compiled.targets import BF16, FP32, needs_no_gpu
-from tests.support.aot import TARGETS, assemble, product_loops, unwritten
+from tests.support.aot import TARGETS, assemble, machine_code, product_loops, unwritten
 
 pytestmark = needs_no_gpu
 
@@ -54,7 +54,7 @@ def test_attention_on_hopper_uses_wgmma_and_tma(name):
 @pytest.mark.parametrize("d, dv", [(32, 16), (128, 32)])
 def test_attention_with_narrow_values_reads_no_unwritten_registers(d, dv):
     """See ``widths_of`` in launch.py: ptxas took the address of the second 16 value rows from an unwritten register."""
-    _, code = assemble(compile_attention("attention", "sm_90", d=d, dv=dv, rows=37).asm["ptx"])
+    _, code = machine_code(compile_attention("attention", "sm_90", d=d, dv=dv, rows=37))
     assert any("HGMMA" in text for _, text in code)
     assert not unwritten(code)
 

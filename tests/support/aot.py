@@ -161,17 +161,6 @@ def _instructions(dump):
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump)]
 
 
-def disassemble(cubin):
-    """Return the machine code of a compiled kernel as text; None if Triton comes without nvdisasm."""
-    nvdisasm = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "nvdisasm"
-    if not nvdisasm.exists():
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "cubin")
-        path.write_bytes(cubin)
-        return subprocess.run([nvdisasm, "-c", path], text=True, capture_output=True, check=True).stdout
-
-
 def unwritten(code):
     """Return the instructions that read a uniform register not written on every path there: [(address, instruction)].
 

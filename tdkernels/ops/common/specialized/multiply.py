@@ -178,6 +178,7 @@ def _compute_half(
         turn = _skip_tile(bars, turn, steps)
         for _ in gl.static_range(PASSES):
             number = _pass_nothing(bars, number)
+    # NO_ITEM as a value of the same type as an item: both branches of the caller must return one.
     return turn, number, state[2], item * 0 + NO_ITEM
 
 
