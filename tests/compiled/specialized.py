@@ -23,30 +23,36 @@ def _weight(dtype, w_is_kn):
     return weight.t().contiguous().t() if w_is_kn else weight
 
 
-def _scales(dtype, rows):
-    """Return (scales of ``rows`` rows and of the rows of the weight for an fp8 dtype or None, dtype of the output)."""
+def _scales(dtype, rows, scaling, experts=()):
+    """Return (scales of ``rows`` rows and of a weight [*experts, N, K] for an fp8 dtype or None, dtype of the output).
+
+    ``scaling``: "fast" for row-wise scales with fast accumulation, or "row" or "block"
+    """
     if dtype.itemsize > 1:
         return None, dtype
-    return Scales(torch.empty(rows, 1), torch.empty(N, 1), "row", torch.bfloat16, True), torch.bfloat16
+    blocks = -(-K // 128)
+    by_block = torch.empty(rows, blocks), torch.empty(*experts, N // 128, blocks)
+    of = by_block if scaling == "block" else (torch.empty(rows, 1), torch.empty(*experts, N, 1))
+    return Scales(*of, "block" if scaling == "block" else "row", torch.bfloat16, scaling == "fast"), torch.bfloat16
 
 
-def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True):
+def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None):
     """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8."""
     x = torch.empty(ranks * ROWS, K, dtype=dtype)
-    scales, out = _scales(dtype, ranks * ROWS if per_row else 1)
+    scales, out = _scales(dtype, ranks * ROWS if per_row else 1, scaling)
     memory = torch.empty(2 * TILES.block_m * TILES.block_n, dtype=out)
     descs = [launch_gemm_rs._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
     args, constants = launch_gemm_rs._arguments(
-        torch.empty(64, dtype=torch.int64), x, _weight(dtype, w_is_kn),
+        torch.empty(64, dtype=torch.int64), x, _weight(w_dtype or dtype, w_is_kn),
         torch.empty(N, dtype=out) if bias else None, torch.empty(64, dtype=out), descs, ROWS, PLAN, TILES, ROWS, scales,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return gemm_rs_specialized_kernel, args, constants
 
 
-def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
+def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False, scaling="fast"):
     """Return (kernel, args, kwargs) for a number of weights."""
-    scales, out = _scales(dtype, ROWS)
+    scales, out = _scales(dtype, ROWS, scaling)
     x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=out)
     gathered = x, 2, 2 * ROWS, 4 * x.numel()
     args, constants = launch_ag_gemm._arguments(
@@ -58,14 +64,15 @@ def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False):
     return ag_gemm_specialized_kernel, args, constants
 
 
-def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False):
+def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False, scaling="fast"):
     """Return (kernel, args, kwargs)."""
+    scales, out = _scales(dtype, ROWS, scaling, (experts,))
     x = torch.empty(ROWS, K, dtype=dtype)
     w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
     layout = grouped_gemm._layout(w, activation)
-    y, pre = torch.empty(ROWS, layout[1], dtype=dtype), torch.empty(ROWS, N, dtype=dtype) if keep else None
+    y, pre = torch.empty(ROWS, layout[1], dtype=out), torch.empty(ROWS, N, dtype=out) if keep else None
     splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     config = GroupGemmConfig(tiles=TILES)
-    args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config)
+    args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config, scales)
     assert constants["W_IS_KN"] == w_is_kn
     return group_gemm_specialized_kernel, args, constants

@@ -38,12 +38,29 @@ def check(compiled, loops, most_stack, product="HGMMA.64x{}x16"):
     return code
 
 
-def check_loops(code, part):
-    """Check that nothing is spilled within the innermost loops that contain these instructions."""
+def check_promoted(compiled, loops, most_stack):
+    """Check the machine code of a kernel with two accumulators. Return it.
+
+    loops: whole tiles, and whether there are items of HALF_N columns
+    """
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    stack, code = machine_code(compiled)
+    assert not unwritten(code) and stack <= most_stack
+    text = "\n".join(instruction for _, instruction in code)
+    # For each partition, the first step and the main loop have a product of 128 columns and 128 bytes of K for each
+    # half of the columns, and wait for it.
+    assert text.count("QGMMA.64x128x32") == text.count("GMMA.64x") == 2 * 2 * 4 * loops
+    assert text.count("WARPGROUP.DEPBAR") == text.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 2 * 2 * loops
+    assert len(re.findall(r"WARPGROUP\.ARRIVE", text)) == 2 * 2 * loops  # otherwise ptxas serializes the products
+    return code
+
+
+def check_loops(code, part, most=0):
+    """Check how many instructions spill within the innermost loops that contain these instructions."""
     loops = product_loops(code, part)
     assert loops
     for loop in loops:
-        assert not re.search(r"\b(LDL|STL)", "\n".join(loop))
+        assert len(re.findall(r"\b(?:LDL|STL)", "\n".join(loop))) <= most
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
@@ -78,6 +95,37 @@ def test_gemm_rs_in_fp8(dtype, per_row, bias):
 @pytest.mark.parametrize("dtype, bias", [(E4M3, False), pytest.param(E5M2, True, marks=thorough)], ids=str)
 def test_ag_gemm_in_fp8(dtype, bias):
     check(compile_for(*ag_gemm_launch(1, dtype, bias=bias), "sm_90"), [256, 128], 128, FP8_PRODUCT)
+
+
+@pytest.mark.parametrize("scaling, bias, w_dtype", [
+    ("row", False, E4M3), ("block", True, E5M2), pytest.param("block", False, E4M3, marks=thorough),
+])
+def test_gemm_rs_with_two_accumulators(scaling, bias, w_dtype):
+    compiled = compile_for(*gemm_rs_launch(8, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
+    code = check_promoted(compiled, 2, 64)
+    check_loops(code, "GMMA", 4 if scaling == "block" else 0)
+
+
+@pytest.mark.parametrize("scaling, bias", [
+    ("block", True), pytest.param("row", False, marks=thorough), pytest.param("block", False, marks=thorough),
+    pytest.param("row", True, marks=thorough),
+])
+def test_ag_gemm_with_two_accumulators(scaling, bias):
+    check_promoted(compile_for(*ag_gemm_launch(1, E4M3, bias=bias, scaling=scaling), "sm_90"), 3, 256)
+
+
+@pytest.mark.parametrize("experts, activation, scaling", [
+    (256, "swiglu", "block"), (32, None, "row"), pytest.param(8, "swiglu", "row", marks=thorough),
+    pytest.param(128, None, "block", marks=thorough),
+])
+def test_group_gemm_with_two_accumulators(experts, activation, scaling):
+    code = check_promoted(compile_for(*group_gemm_launch(experts, E4M3, activation, scaling=scaling), "sm_90"), 2, 64)
+    check_loops(code, "GMMA", 4 if scaling == "block" else 0)
+
+
+@pytest.mark.parametrize("activation", [None, pytest.param("swiglu", marks=thorough)])
+def test_group_gemm_in_fp8(activation):
+    check(compile_for(*group_gemm_launch(64, E4M3, activation), "sm_90"), [256], 16, FP8_PRODUCT)
 
 
 @pytest.mark.parametrize("experts, dtype, activation, w_is_kn, keep", [

@@ -88,7 +88,7 @@ def add_scaled(acc, a, b, k, K, x_scale, rows, w_scale, col, N, PRODUCT: tl.cons
         if PRODUCT.block_n <= 128:
             return acc + part * (scale_x * scale_w)[:, None]
         else:
-            return acc + part * scale_x[:, None] * scale_w[None, :]
+            return acc + part * (scale_x[:, None] * scale_w[None, :])
     else:
         return td.dot(a, b, acc, PRODUCT.precision, PRODUCT.imprecise_k)
 

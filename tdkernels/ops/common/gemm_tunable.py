@@ -25,12 +25,13 @@ from tdkernels.ops.common.scaled_problem import (
     scales_of,
     why_not_scaled,
 )
-from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, scaled_linear
+from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, layout_of, scaled_linear
 from tdkernels.ops.common.tile_config import (
     Tiles,
     invariant_tiles,
     scaled_candidates,
     scaled_tiles,
+    specialized_tiles,
     with_wide_steps,
 )
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
@@ -139,11 +140,20 @@ class DenseTunable(ConfigTunable):
         config = self.default_of(problem, device)
         if not is_scaled(problem) or config.tiles is None:
             return config
-        m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
-        if hasattr(config, "pieces") and problem.num_nodes == 1 and prefers_torch_gemm(problem, m, n, k, device):
+        if getattr(config, "warp_specialize", False) and not self._prefers_torch_gemm(problem, device, True):
+            return replace(config, tiles=specialized_tiles(config.tiles, problem.torch_dtype))
+        return self.without_specialization(problem, device)
+
+    def without_specialization(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the default config for scaled operands that the warp-specialized kernels do not support."""
+        config = self.as_recorded(self.default_of(problem, device))
+        if hasattr(config, "pieces") and problem.num_nodes == 1 and self._prefers_torch_gemm(problem, device, False):
             return self.config_class(method="parts")
         tiles = scaled_tiles(config.tiles, problem.layout, device)
         return replace(config, tiles=with_wide_steps(tiles, problem.layout, device))
+
+    def _prefers_torch_gemm(self, problem, device, specializes):
+        return prefers_torch_gemm(problem, problem.shape[0], *self.operand_sizes(problem)[1:], device, specializes)
 
     def default_of(self, problem: "Problem", device: torch.device) -> Any:
         """Return the default config. For scaled operands its tiles are those of 16-bit operands."""
@@ -288,13 +298,26 @@ def config_for(
 
     if not text:
         call = call_of(x, weight) if scales is None else (*call_of(x, weight), scales.key)
-        return select(operator, x, group, call, lambda: (*problem(), fields())).config
+        config = select(operator, x, group, call, lambda: (*problem(), fields())).config
+        if scales is None or not _has_large_sums(config, scales):
+            return config
+        found = problem_of(operator, *problem(), x, group)  # type: ignore[call-arg]
+        return tunables.tunable(operator).without_specialization(found, x.device)  # type: ignore[attr-defined]
     if is_batch_invariant() and spans_nodes(group):
         reject_invariant(operator, "a group on several nodes")
     tunable, config = tunables.tunable(operator), explicit_config(operator, text)
     if not _leaves_tiles_open(config):
         return config
     return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)  # type: ignore[call-arg]
+
+
+def _has_large_sums(config, scales):
+    """Return whether a selected config needs the warp-specialized kernel, and the output has too many bytes for it.
+
+    Its tile has too many elements for the other kernels if products are added to a second accumulator.
+    """
+    is_specialized = config.method == "fused" and getattr(config, "warp_specialize", False)
+    return is_specialized and scales.out_dtype.itemsize > 2 and scales.layout != layout_of("row", True)
 
 
 # ---- spaces and costs ----

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # the host 0.4 ms. In CUDA graphs, six calls with 1.7e11 to 2.8e11 flops took 0.64 to 0.80 of the kernel's time (gemm_rs
 # on 4 H200, ag_gemm on 8).
 _TORCH_FLOPS = 1.5e11
+# The same for the warp-specialized kernels with block-wise scales. Calls with 2.4e11 to 9.6e11 flops took 0.78 to 0.96
+# of the time of torch's GEMM, one with 1.9e12 flops 1.08 (4 H100). With row-wise scales all took less, 0.77 to 0.95.
+_TORCH_FLOPS_BY_BLOCK = 1.2e12
 
 
 def is_scaled(problem: "Problem") -> bool:
@@ -55,9 +58,16 @@ def why_not_scaled(problem: "Problem", k: int) -> str | None:
     return f"layout must be one of {', '.join(LAYOUTS)} for {problem.dtype}, not {problem.layout!r}"
 
 
-def prefers_torch_gemm(problem: "Problem", m: int, n: int, k: int, device: torch.device) -> bool:
-    """Return whether torch's GEMM is the default for operands [m, k] and [n, k] of a rank."""
-    if device.type == "cpu" or problem.layout == layout_of("row", True) or 2.0 * m * n * k < _TORCH_FLOPS:
+def prefers_torch_gemm(
+    problem: "Problem", m: int, n: int, k: int, device: torch.device, specializes: bool = False
+) -> bool:
+    """Return whether torch's GEMM is the default for operands [m, k] and [n, k] of a rank.
+
+    ``specializes``: whether a warp-specialized kernel is the alternative
+    """
+    if device.type == "cpu" or problem.layout == layout_of("row", True) or specializes and not has_blocks(problem):
+        return False
+    if 2.0 * m * n * k < (_TORCH_FLOPS_BY_BLOCK if specializes else _TORCH_FLOPS):
         return False
     if n % CODE_MULTIPLE:  # torch's GEMM does not support it
         return False

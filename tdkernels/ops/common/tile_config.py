@@ -114,6 +114,11 @@ def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
     return replace(tiles, block_m=min(tiles.block_m, 128), block_n=min(tiles.block_n, 128), num_warps=8, num_stages=4)
 
 
+def specialized_tiles(tiles: Tiles, dtype: torch.dtype) -> Tiles:
+    """Return the tile of the warp-specialized kernels for a dtype, given the one for 16-bit operands."""
+    return replace(tiles, block_k=STEP_BYTES // dtype.itemsize)
+
+
 def scaled_candidates(tiles: Sequence[Tiles], layout: str, device: torch.device) -> list[Tiles]:
     """Return the tiles for fp8 operands that correspond to candidate tiles for 16-bit operands.
 

@@ -30,31 +30,36 @@ SHAPES = [(384, 528, 320), (100, 272, 80), (8, 16, 16), (1024, 1040, 640), (1152
 
 
 def operands_of(operator, rows, n, k, scaling, dtype):
-    """Return (x, weight, scale_x, scale_w) in an fp8 dtype, with rows of different sizes. Outputs fit in fp16."""
+    """Return (x, weight, scale_x, scale_w) in one or two fp8 dtypes, with rows of different sizes. Outputs fit in fp16.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     rows *= dist.get_world_size() if operator == "gemm_rs" else 1
     wide = [torch.randn(size, k, device=device()) * torch.randn(size, 1, device=device()).exp() for size in (rows, n)]
     wide[1] *= k**-0.5
-    x, scale_x = quantize_ref(wide[0], scaling[0], dtype)
-    weight, scale_w = quantize_ref(wide[1], scaling[1], dtype, weight=True)
+    x, scale_x = quantize_ref(wide[0], scaling[0], dtypes[0])
+    weight, scale_w = quantize_ref(wide[1], scaling[1], dtypes[1], weight=True)
     return x, weight, scale_x, scale_w
 
 
-def call(operator, operands, bias, config, out_dtype=torch.bfloat16):
+def call(operator, operands, bias, config, out_dtype=torch.bfloat16, fast=True):
     x, weight, scale_x, scale_w = operands
     return getattr(tdkernels, operator)(
-        x, weight, bias, scale_x=scale_x, scale_w=scale_w, use_fast_accum=True, out_dtype=out_dtype, config=config
+        x, weight, bias, scale_x=scale_x, scale_w=scale_w, use_fast_accum=fast, out_dtype=out_dtype, config=config
     )
 
 
-def is_close(operator, operands, bias, y):
-    """Check an output against dequantized operands. Tensor cores accumulate fp8 with 13 fraction bits."""
+def is_close(operator, operands, bias, y, fast):
+    """Check an output against dequantized operands. Tensor cores accumulate fp8 with 13 fraction bits.
+
+    Without fast accumulation they do so for 128 elements of K, and the rounding of the output has the largest error.
+    """
     wide = [dequantize(operands[0], operands[2]), dequantize(operands[1], operands[3])]
     exact = getattr(tdkernels, f"{operator}_ref")(*wide, None if bias is None else bias.float())
-    assert (y.float() - exact).norm() < 1e-2 * exact.norm() + 1e-30
+    assert (y.float() - exact).norm() < (1e-2 if fast else 4e-3) * exact.norm() + 1e-30
 
 
 def has_the_bits_of_the_plain_kernel(
-    operator, scaling, dtype, out_dtype, repeats, by_turns=False, **changes
+    operator, scaling, dtype, out_dtype, repeats, by_turns=False, fast=True, **changes
 ):
     """Check many calls with random operands and poisoned memory, compared with the plain kernel and in fp32.
 
@@ -77,9 +82,9 @@ def has_the_bits_of_the_plain_kernel(
                 patch.setattr(launcher, "supports", lambda *_: False)
             first = number < len(SHAPES) and not by_turns
             with CHECKS[operator]() if first else contextlib.nullcontext():
-                y = call(operator, operands, bias, replace(plain, warp_specialize=True), out_dtype)
-        assert torch.equal(y, call(operator, operands, bias, plain, out_dtype)), (number, rows, n, k)
-        is_close(operator, operands, bias, y)
+                y = call(operator, operands, bias, replace(plain, warp_specialize=True), out_dtype, fast)
+        assert torch.equal(y, call(operator, operands, bias, plain, out_dtype, fast)), (number, rows, n, k)
+        is_close(operator, operands, bias, y, fast)
     tdkernels.synchronize()
 
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from tdkernels.ops.common.specialized import layout, load, multiply, store
+from tdkernels.ops.common.specialized import layout, load, multiply, output, promote, store
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 
 (BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
@@ -27,7 +27,8 @@ _CONSTANTS = [
 
 def source_of(partitions):
     """Return the source of all functions that the partitions of a kernel run."""
-    return "\n".join(Path(module.__file__).read_text() for module in (load, multiply, store, partitions))
+    modules = load, output, promote, multiply, store, partitions
+    return "\n".join(Path(module.__file__).read_text() for module in modules)
 
 
 class Stuck(AssertionError):
@@ -146,9 +147,12 @@ class Run:
     """One program with all work items of one launch.
 
     Subclasses have the partitions of one kernel. Work item ``item`` computes columns of tile ``item``.
+
+    ``promotes``: whether each step is added to a second accumulator, with scales of the step
     """
 
     partitions = None
+    promotes = False
 
     def __init__(self, seed, items, steps, source=None):
         self.schedule, self.items, self.steps = Schedule(seed), items, steps
@@ -214,7 +218,7 @@ class Run:
         half, pass_tile = getattr(layout, half).value, self.code[pass_on]
         self.code["multiply_partition"](
             self.memory, indexed(self.bars), self.steps, None, which, half, False, self._epilogue, pass_tile, passes,
-            self._prepare,
+            self._prepare, self.promotes, self._scales_of_step if self.promotes else None,
         )
 
     # ---- stand-ins ----
@@ -225,7 +229,7 @@ class Run:
         tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
         gl = SimpleNamespace(
             constexpr=int, static_range=range, maximum=max, minimum=min, max=lambda values, dim: max(values),
-            float32="fp32", zeros=lambda *_: [],
+            float32="fp32", zeros=lambda *_: (), convert_layout=lambda values, *_, **__: values,
             where=lambda condition, one, other: one if condition else other, NVMMADistributedLayout=lambda *_: None,
         )
         words = layout.ITEM_WORDS.value
@@ -239,12 +243,14 @@ class Run:
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
             "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
             "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "ONE_WARP": 1, "FOUR_WARPS": 4,
-            "HALF_LAYOUT": None, "item_word": lambda memory, stage, number: memory[3][words * stage + number],
+            "HALF_LAYOUT": None, "FP8_LAYOUT": None,
+            "item_word": lambda memory, stage, number: memory[3][words * stage + number],
             "write_item": self._write, "read_item": self._read,
         }
         names |= {name: getattr(layout, name).value for name in _CONSTANTS}
         exec(compile(tree, self.partitions.__file__, "exec"), names)
         names["halves_of"] = lambda acc: (acc.half(0), acc.half(1))
+        names["_add"] = self._add
         names.update(self.names())
         return names
 
@@ -329,7 +335,24 @@ class Run:
         self.schedule.until()
         done = [_read_product(*each) if isinstance(each[0], Cell) else each for each in acc[: len(acc) - left]]
         acc = done + acc[len(acc) - left :]
-        return acc if left else self._sum(acc)
+        return acc if left or self.promotes else self._sum(acc)
+
+    def _scales_of_step(self, place, step, which, epilogue):
+        """Return names of the scales of the rows and of both halves of the columns."""
+        self.schedule.until()
+        return (step, which), (step, 0), (step, 1)
+
+    def _add(self, total, product, of_rows, of_columns, factors):
+        """Add the product of a step, whose scales must be those of the step and of its columns."""
+        ((place, step, first, width, weight_step),) = product
+        _, part = self.place(*place)
+        side = first // HALF_N if len(self.sides_of(place)) == 2 else 0  # an item of one half has it first
+        assert (of_rows, of_columns) == ((step, part), (step, side)), (of_rows, of_columns, product)
+        return (*total, *product)
+
+    def sides_of(self, place):
+        """Return the halves of the columns that the work item at a place computes."""
+        return self.sides(self.place(*place)[0])
 
     def _prepare(self, place, which, epilogue):
         self.schedule.until()
@@ -337,17 +360,22 @@ class Run:
 
     def _epilogue(self, half, place, which, side, prepared):
         """Return the half. Its place, which PREPARE got, too, must be that of its work item."""
+        half = half if isinstance(half, _Tile) else self._sum(half)
         assert place == prepared[1] == self.place_of_item(half.item), (place, prepared, half.item)
         return half
 
     def _sum(self, products):
-        """Return the tile with these products, which are those of all steps of one item and half of its rows."""
+        """Return the tile with these products, which are those of all steps of one item and half of its rows.
+
+        If it promotes, the products are those of one half of the columns.
+        """
         (desc, plane, row), _, first, width, _ = products[0]
         item, part = self.place(desc, plane, row)
         expected = [((desc, plane, row), step, first, width, step) for step in range(self.steps)]
-        assert products == expected, products
+        assert list(products) == expected, products
         sides = tuple(range(first // HALF_N, (first + width) // HALF_N))
-        assert sides == tuple(self.sides(item)), (item, sides)
+        found = [sides] if not self.promotes else [(side,) for side in self.sides(item)]
+        assert sides in found and (self.promotes or sides == tuple(self.sides(item))), (item, sides)
         return _Tile(item, part, sides)
 
 

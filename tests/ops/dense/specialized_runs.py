@@ -15,8 +15,8 @@ class GemmRsRun(Run):
 
     partitions = gemm_rs_partitions
 
-    def __init__(self, seed, items, steps, ranks, source=None):
-        self.ranks = ranks
+    def __init__(self, seed, items, steps, ranks, source=None, promotes=False):
+        self.ranks, self.promotes = ranks, promotes
         super().__init__(seed, items, steps, source)
 
     def __call__(self):
@@ -70,7 +70,8 @@ class AgGemmRun(Run):
 
     partitions = ag_gemm_partitions
 
-    def __init__(self, seed, items, steps, slice_steps, source=None):
+    def __init__(self, seed, items, steps, slice_steps, source=None, promotes=False):
+        self.promotes = promotes
         self.slice_steps, self.slices = slice_steps, -(-steps // slice_steps)
         self.arrived = set()
         super().__init__(seed, items, steps, source)
@@ -164,7 +165,8 @@ class GroupGemmRun(Run):
 
     partitions = group_gemm_partitions
 
-    def __init__(self, seed, items, steps, activation, source=None):
+    def __init__(self, seed, items, steps, activation, source=None, promotes=False):
+        self.promotes = promotes
         self.activation, self.is_pair = activation, activation is not None
         super().__init__(seed, items, steps, source)
         self.ends = [self.schedule.random.choice([BLOCK_M, BLOCK_M - 1, HALF_M + 1, HALF_M, 1]) for _ in range(items)]

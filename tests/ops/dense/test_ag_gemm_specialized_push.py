@@ -21,7 +21,7 @@ TILES = Tiles(128, 256, 64)
 class Push:
     """The partitions of all programs of rank 1 that push a shard [rows, k] to the other ranks.
 
-    ``scaled``: with the scales of its rows.
+    ``scaled``: with the scales of its rows, one or several for each.
     """
 
     def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, fixed_half, source=None, scaled=True):
@@ -35,8 +35,9 @@ class Push:
         self.num_chunks = cdiv(rows, 128 * chunk_tiles)
         self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
         self.slot_bytes = cdiv(rows, 8) * 8 * self.row_bytes
-        self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes)
-        self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4, self.row_bytes) * self.row_bytes
+        per_row = self.schedule.random.choice([1, 5])
+        self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes, per_row)
+        self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4 * per_row, self.row_bytes) * self.row_bytes
         self.items, self.flags, self.sent, self.sent_scales, self.signals = 0, {}, {}, {}, []
         self.code = self._code(source or Path(push.__file__).read_text())
 
@@ -60,7 +61,8 @@ class Push:
         for parts in self.sent.values():
             assert sorted(parts) == self._parts_of_row(range(self.slices))
         with_scales = [] if self.scales[0] is None else peers
-        has_scales_once = self.sent_scales == {(peer, row): 1 for peer in with_scales for row in range(self.rows)}
+        numbers = range(self.rows * self.scales[2])
+        has_scales_once = self.sent_scales == {(peer, number): 1 for peer in with_scales for number in numbers}
         assert has_scales_once
         numbers = range(self.num_chunks * self.slices)
         expected = [(peer, self.num_chunks * self.slices + number) for peer in peers if peer != 1 for number in numbers]
@@ -106,8 +108,8 @@ class Push:
         self.schedule.until()
         peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes - self.scales[1]
         assert offset == src - SCALES and offset % 4 == 0
-        for row in range(offset // 4, offset // 4 + count):
-            self.sent_scales[peer, row] = self.sent_scales.get((peer, row), 0) + 1
+        for number in range(offset // 4, offset // 4 + count):
+            self.sent_scales[peer, number] = self.sent_scales.get((peer, number), 0) + 1
         self.schedule.until()
 
     def _arrive(self, ctx, flag, count, number, peer, value):
@@ -121,7 +123,8 @@ class Push:
             (part,) = self._parts_of_row([slice_id])
             assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
             if self.scales[0] is not None and slice_id == 0:
-                assert all((peer, row) in self.sent_scales for row in rows), "the signal comes before the scales"
+                numbers = range(rows.start * self.scales[2], rows.stop * self.scales[2])
+                assert all((peer, each) in self.sent_scales for each in numbers), "the signal comes before the scales"
             self.signals.append((peer, number))
 
 
@@ -146,6 +149,7 @@ MUTANTS = {
     "the scales go with the last slice": ("slice_id == 0", "slice_id == slices - 1"),
     "the scales go with every part": ("(part == 0) & (slice_id", "(part >= 0) & (slice_id"),
     "the last chunk has scales of rows that do not exist": ("gl.minimum(chunk_rows, rows - first)", "chunk_rows"),
+    "a row has one scale": ("gl.minimum(chunk_rows, rows - first) * per_row", "gl.minimum(chunk_rows, rows - first)"),
 }
 
 

@@ -1,6 +1,7 @@
 """The warp-specialized kernels with scaled fp8 operands, on Hopper; on any machine, which operands they support."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tdkernels import AgGemmConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common import gemm_tunable, scaled_problem
 from tdkernels.ops.common.scaling import LAYOUTS, Scales
 from tdkernels.ops.common.specialized import launch
 from tdkernels.ops.dense.ag_gemm import launch_specialized
@@ -33,6 +35,20 @@ def test_bits_of_the_plain_kernel(operator, world_size, scaling, dtype, out_dtyp
 
 
 @on_hopper
+@each_operator
+@pytest.mark.parametrize("world_size, scaling, dtype, out_dtype", [
+    (2, ("row", "row"), E4M3, BF16), (3, ("tensor", "row"), E5M2, FP16), (2, ("tensor", "tensor"), E4M3, BF16),
+    (4, ("block", "block"), E4M3, BF16), (2, ("block", "block"), E5M2, FP16), (3, ("block", "block"), E4M3, BF16),
+    (2, ("tensor", "row"), (E5M2, E4M3), BF16), (2, ("block", "block"), (E4M3, E5M2), BF16),
+])
+def test_bits_without_fast_accumulation(operator, world_size, scaling, dtype, out_dtype):
+    """Also with block-wise scales."""
+    on_ranks(
+        world_size, cases.has_the_bits_of_the_plain_kernel, operator, scaling, dtype, out_dtype, 24, fast=False
+    )
+
+
+@on_hopper
 def test_larger_chunks():
     on_ranks(
         3, cases.has_the_bits_of_the_plain_kernel, "ag_gemm", ("row", "row"), E4M3, BF16, 12, chunk_tiles=2,
@@ -42,10 +58,11 @@ def test_larger_chunks():
 
 @on_hopper
 @each_operator
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_with_different_kernels(operator, world_size):
+@pytest.mark.parametrize("world_size, scaling", [(2, "row"), (3, "row"), (3, "block")])
+def test_ranks_with_different_kernels(operator, world_size, scaling):
     on_ranks(
-        world_size, cases.has_the_bits_of_the_plain_kernel, operator, ("row", "row"), E4M3, BF16, 24, by_turns=True
+        world_size, cases.has_the_bits_of_the_plain_kernel, operator, (scaling, scaling), E4M3, BF16, 24,
+        by_turns=True, fast=scaling == "row",
     )
 
 
@@ -75,11 +92,12 @@ SCALES = Scales(torch.empty(256, 1), torch.empty(528, 1), "row", BF16, True)
     (False, X.bfloat16(), WEIGHT.bfloat16(), CONFIG, None),
     (False, X, WEIGHT, replace(CONFIG, tiles=Tiles(128, 256, 64)), SCALES),
     (False, X, WEIGHT, replace(CONFIG, warp_specialize=False), SCALES),
-    (False, X, WEIGHT.to(E5M2), CONFIG, SCALES),
+    (True, X, WEIGHT.to(E5M2), CONFIG, SCALES),
+    (False, X, WEIGHT.bfloat16(), CONFIG, SCALES),
     (False, X, WEIGHT.t().contiguous().t(), CONFIG, SCALES),
     (False, X, WEIGHT[:520], CONFIG, SCALES),
-    (False, X, WEIGHT, CONFIG, SCALES._replace(kind="block")),
-    (False, X, WEIGHT, CONFIG, SCALES._replace(use_fast_accum=False)),
+    (True, X, WEIGHT, CONFIG, SCALES._replace(kind="block", x=torch.empty(256, 3), weight=torch.empty(5, 3))),
+    (True, X, WEIGHT, CONFIG, SCALES._replace(use_fast_accum=False)),
     (False, X, WEIGHT, CONFIG, SCALES._replace(out_dtype=torch.float32)),
 ])
 def test_supported_operands(hopper, expected, x, weight, config, scales):
@@ -97,18 +115,53 @@ def test_copy_engine_is_not_supported(hopper):
 @each_operator
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n, k", [(28672, 4096), (28680, 4096)])
-def test_default_config(hopper, operator, layout, n, k):
-    """Only calls with fast accumulation that the kernels support are specialized by default."""
+def test_default_config(hopper, monkeypatch, operator, layout, n, k):
+    """Calls that the kernels support are specialized by default."""
+    monkeypatch.setattr(scaled_problem, "multiplies_blocks", lambda *_: False)
     device = torch.device("cuda", 0)
     shape = (8192, 4 * n, k) if operator == "ag_gemm" else (8192, n, 4 * k)
     problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape)
     config = tunable(operator).default(problem, device)
-    expected = layout == "scaled fast" and (n, k) == (28672, 4096)
+    expected = (n, k) == (28672, 4096)
     assert config.warp_specialize is expected
     if expected:
         tiles = config.tiles
         assert operator == "gemm_rs" or config.num_comm_sms == 96
         assert (tiles.block_m, tiles.block_n, tiles.block_k) == (128, 256, 128) and launch.is_enabled(config)
+
+
+@each_operator
+@pytest.mark.parametrize("layout, n, specialized", [
+    ("scaled", 57344, True), ("scaled fast", 57344, True), ("scaled by block", 57344, False),
+    ("scaled by block", 8192, True),
+])
+def test_large_problems_by_default(hopper, monkeypatch, operator, layout, n, specialized):
+    """torch's GEMM is the default for large problems with block-wise scales."""
+    monkeypatch.setattr(scaled_problem, "multiplies_blocks", lambda *_: True)
+    shape = (8192, n, 8192) if operator == "ag_gemm" else (8192, n // 4, 4 * 8192)
+    problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape)
+    config = tunable(operator).default(problem, torch.device("cuda", 0))
+    assert (config.method, config.warp_specialize) == (("fused", True) if specialized else ("parts", False))
+
+
+@each_operator
+def test_outputs_in_fp32(hopper, monkeypatch, operator):
+    """They select no tile that only the warp-specialized kernel runs without spilling registers."""
+    problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", "scaled", (2048, 2048, 2048))
+    tuned, device = tunable(operator), torch.device("cuda", 0)
+    selected = replace(tuned.default(problem, device), warp_specialize=True)
+    monkeypatch.setattr(gemm_tunable, "select", lambda *_: SimpleNamespace(config=selected))
+    monkeypatch.setattr(gemm_tunable, "problem_of", lambda *_: problem)
+
+    def config_of(**changes):
+        group = SimpleNamespace(size=lambda: 4)
+        x = SimpleNamespace(shape=(512, 2048), device=device)
+        weight = SimpleNamespace(shape=(512, 2048), stride=lambda: (2048, 1))
+        return gemm_tunable.config_for(operator, "", x, weight, group, dict, SCALES._replace(**changes))
+
+    assert config_of(use_fast_accum=False) is config_of(out_dtype=torch.float32) is selected
+    config = config_of(use_fast_accum=False, out_dtype=torch.float32)
+    assert not config.warp_specialize and config.tiles.block_m * config.tiles.block_n <= 128 * 128
 
 
 def test_chunks_have_slices():
@@ -123,4 +176,4 @@ def test_space_has_the_specialized_tile(hopper, operator, layout):
     space = tunable(operator).space(problem, device)
     specialized = [config for config in space if config.warp_specialize]
     assert all(launch.is_enabled(config) for config in specialized)
-    assert bool(specialized) == (layout == "scaled fast")
+    assert specialized

@@ -9,11 +9,13 @@ import pytest
 
 from tdkernels.ops.dense.ag_gemm.specialized import partitions as of_ag_gemm
 from tdkernels.ops.dense.gemm_rs.specialized import partitions as of_gemm_rs
+from tdkernels.ops.experts.grouped_gemm.specialized import scales as of_group_gemm
 
 BLOCK_M, HALF_M, BLOCK_N, HALF_N = 128, 64, 256, 128
 ROWS, N, RANKS, ME = 200, 784, 3, 1  # of a shard, of the output
 OWN, DATA, WEIGHT = 1 << 40, 2 << 40, 3 << 40  # addresses of scales: of x, of the first slot, of the weight
 SLOT = 1 << 30  # bytes of a slot
+STEPS = 7  # of K
 
 
 class Address(int):
@@ -31,25 +33,54 @@ class Pointer(Address):
         return Pointer(int(self) + 4 * values)
 
 
-def function(module, change=("", "")):
-    """Return ``scales_of_tile`` for integers of Python, with one change of its source."""
-    source = inspect.getsource(module.scales_of_tile.fn).replace(*change)
+class Number(int):
+    def to(self, dtype):
+        return int(self)
+
+    def __add__(self, other):
+        return Number(int(self) + other)
+
+    __radd__ = __add__
+
+
+def function(module, name, change=("", "")):
+    """Return a function of a module for integers of Python, with one change of its source or that of its helpers."""
+    helpers = ["_scales_of_shard", "_scales_of_rows"]
+    sources = [inspect.getsource(getattr(module, each).fn) for each in [*helpers, name] if hasattr(module, each)]
     gl = SimpleNamespace(
         constexpr=int, int64=None, float32=None, where=lambda condition, one, other: one if condition else other,
     )
+
+    def load_columns(ptr, columns, step):
+        return load_half_columns(ptr, columns, step), load_half_columns(ptr + HALF_N * step, columns - HALF_N, step)
+
+    def load_half_columns(ptr, columns, step):
+        return [int(ptr) + 4 * at * step for at in range(min(HALF_N, columns))]
+
+    def load_block_scales(x_ptr, rows, left_ptr, right_ptr, blocks, step):
+        of_rows = [int(x_ptr) + 4 * (row * blocks + step) for row in range(min(HALF_M, rows))]
+        return of_rows, int(left_ptr) + 4 * step, int(right_ptr) + 4 * step
+
     names = {
-        "gl": gl, "gluon": SimpleNamespace(jit=lambda fn: fn), "HALF_M": HALF_M,
+        "gl": gl, "gluon": SimpleNamespace(jit=lambda fn: fn), "HALF_M": HALF_M, "HALF_N": HALF_N, "BLOCK_N": BLOCK_N,
         "load_rows": lambda ptr, rows, step: [int(ptr) + 4 * row * step for row in range(min(HALF_M, rows))],
-        "load_columns": lambda ptr, columns, step: [int(ptr) + 4 * at * step for at in range(min(BLOCK_N, columns))],
+        "load_columns": load_columns, "load_half_columns": load_half_columns, "load_block_scales": load_block_scales,
         "pointer_to": lambda address, dtype: Pointer(address),
     }
-    exec(compile(ast.parse(source), module.__file__, "exec"), names)
-    return names["scales_of_tile"]
+    exec(compile(ast.parse("\n".join(sources).replace(*change)), module.__file__, "exec"), names)
+    return names[name]
+
+
+def halves(base, col, end, step):
+    """Return the addresses of the values of both halves of the columns of a tile."""
+    return tuple(
+        [base + 4 * at * step for at in range(first, min(first + HALF_N, end))] for first in (col, col + HALF_N)
+    )
 
 
 def check_ag_gemm(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of all shards, and of items that are the second half of a tile."""
-    scales_of_tile = function(of_ag_gemm, change)
+    scales_of_tile = function(of_ag_gemm, "scales_of_tile", change)
     of_x = ME, Pointer(OWN), Address(DATA), ROWS, SLOT
     epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), x_step, w_step
     tiles = [(source, m, col) for source in range(RANKS) for m in range(2) for col in (0, BLOCK_N, 3 * BLOCK_N, HALF_N)]
@@ -58,24 +89,48 @@ def check_ag_gemm(x_step, w_step, change=("", "")):
         for which in range(2):
             rows = range(m * BLOCK_M + which * HALF_M, min(m * BLOCK_M + (which + 1) * HALF_M, ROWS))
             expected = [base + 4 * row * x_step for row in rows]
-            columns = [WEIGHT + 4 * column * w_step for column in range(col, min(col + BLOCK_N, N))]
+            columns = halves(WEIGHT, col, N, w_step)
             found = scales_of_tile((m * BLOCK_M, col, 4 * source), which, epilogue)
             assert found[:2] == (expected, columns), (source, m, col, which)
 
 
 def check_gemm_rs(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of x, which has the rows of all owners."""
-    scales_of_tile = function(of_gemm_rs, change)
+    scales_of_tile = function(of_gemm_rs, "scales_of_tile", change)
     epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, x_step, w_step
     for row, col in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N)):
         for which in range(2):
             first = row + which * HALF_M
             expected = [OWN + 4 * at * x_step for at in range(first, min(first + HALF_M, RANKS * ROWS))]
-            columns = [WEIGHT + 4 * column * w_step for column in range(col, min(col + BLOCK_N, N))]
+            columns = halves(WEIGHT, col, N, w_step)
             assert scales_of_tile((row, col, 0), which, epilogue) == (expected, columns), (row, col, which)
 
 
-CHECKS = {"ag_gemm": check_ag_gemm, "gemm_rs": check_gemm_rs}
+def check_group_gemm(x_step, w_step, change=("", ""), pair=False):
+    """Check the addresses of tiles of several experts, whose weight has one scale, or one for each expert or row."""
+    name = "scales_of_pair" if pair else "scales_of_tile"
+    scales_of_tile = function(of_group_gemm, name, change)
+    for expert_step in (0,) if w_step else (0, 1):
+        epilogue = Pointer(OWN), ROWS, Pointer(WEIGHT), N, STEPS, x_step, w_step, expert_step
+        for row, pid_n, expert in itertools.product(range(0, ROWS, 24), range(3), (0, 1, 5)):
+            base = WEIGHT + 4 * expert * ((2 if pair else 1) * N * w_step + expert_step)
+            if pair:
+                first = pid_n * HALF_N
+                columns = tuple(halves(base + 4 * N * plane * w_step, first, N, w_step)[0] for plane in range(2))
+            else:
+                columns = halves(base, pid_n * BLOCK_N, N, w_step)
+            for which in range(2):
+                at = range(row + which * HALF_M, min(row + (which + 1) * HALF_M, ROWS))
+                expected = [OWN + 4 * one * x_step for one in at], columns
+                assert scales_of_tile((Number(row), pid_n, Number(expert)), which, epilogue) == expected
+
+
+def check_pair(*args):
+    check_group_gemm(*args, pair=True)
+
+
+CHECKS = {"ag_gemm": check_ag_gemm, "gemm_rs": check_gemm_rs, "group_gemm": check_group_gemm, "pair": check_pair}
+MODULES = {"ag_gemm": of_ag_gemm, "gemm_rs": of_gemm_rs, "group_gemm": of_group_gemm, "pair": of_group_gemm}
 
 
 @pytest.mark.parametrize("operator", CHECKS)
@@ -88,15 +143,95 @@ MUTANTS = [
     ("ag_gemm", ("place[0] + WHICH * HALF_M", "place[0]")), ("ag_gemm", (" + source * slot_bytes", "")),
     ("ag_gemm", ("source == me", "source != me")), ("ag_gemm", ("place[2] // 4", "place[2]")),
     ("ag_gemm", (" + row * x_step", "")), ("ag_gemm", (" + col * w_step", "")),
-    ("ag_gemm", ("weights[2] - col", "weights[2]")), ("gemm_rs", ("place[0] + WHICH * HALF_M", "place[0]")),
+    ("ag_gemm", ("weights[2] - col", "weights[2]")), ("ag_gemm", ("of_x[3] - row", "of_x[3]")),
+    ("gemm_rs", ("place[0] + WHICH * HALF_M", "place[0]")),
     ("gemm_rs", ("rows - row", "rows")), ("gemm_rs", (" + row * x_step", "")), ("gemm_rs", (" + col * w_step", "")),
-    ("gemm_rs", ("columns - col", "columns")),
+    ("gemm_rs", ("columns - col", "columns")), ("group_gemm", ("place[0] + WHICH * HALF_M", "place[0]")),
+    ("group_gemm", ("rows - row", "rows")), ("group_gemm", ("place[1] * BLOCK_N", "place[1] * HALF_N")),
+    ("group_gemm", ("(N * step + expert_step)", "N * step")), ("pair", ("2 * N * step", "N * step")),
+    ("pair", ("w_ptr + N * step, N - col", "w_ptr, N - col")),
 ]
 
 
 @pytest.mark.parametrize("operator, change", MUTANTS, ids=str)
 def test_errors_are_found(operator, change):
-    module = {"ag_gemm": of_ag_gemm, "gemm_rs": of_gemm_rs}[operator]
-    assert inspect.getsource(module.scales_of_tile.fn).count(change[0]) == 1
     with pytest.raises(AssertionError):
         CHECKS[operator](1, 1, change)
+        CHECKS[operator](1, 0, change)
+
+
+# ---- block-wise scales ----
+
+
+def check_blocks_of_ag_gemm(change=("", "")):
+    scales_of_step = function(of_ag_gemm, "scales_of_step", change)
+    of_x = ME, Pointer(OWN), Address(DATA), ROWS, SLOT
+    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), STEPS, STEPS
+    for source, m, col, which in itertools.product(range(RANKS), range(2), (0, BLOCK_N, 3 * BLOCK_N, HALF_N), range(2)):
+        base, first = OWN if source == ME else DATA + source * SLOT, m * BLOCK_M + which * HALF_M
+        place = Number(m * BLOCK_M), col, 4 * source
+        check_step(scales_of_step(place, 3, which, epilogue), base, first, ROWS, WEIGHT, col, N)
+
+
+def check_blocks_of_gemm_rs(change=("", "")):
+    scales_of_step = function(of_gemm_rs, "scales_of_step", change)
+    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, STEPS
+    for row, col, which in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N), range(2)):
+        found = scales_of_step((Number(row), col, 0), 3, which, epilogue)
+        check_step(found, OWN, row + which * HALF_M, RANKS * ROWS, WEIGHT, col, N)
+
+
+def check_blocks_of_group_gemm(change=("", "")):
+    scales_of_step = function(of_group_gemm, "scales_of_step", change)
+    epilogue = Pointer(OWN), ROWS, Pointer(WEIGHT), N, STEPS, 0, 0, 0
+    for row, pid_n, expert, which in itertools.product(range(0, ROWS, 24), range(4), (0, 1, 5), range(2)):
+        found = scales_of_step((Number(row), pid_n, Number(expert)), 3, which, epilogue)
+        weight = WEIGHT + 4 * expert * -(-N // HALF_N) * STEPS
+        check_step(found, OWN, row + which * HALF_M, ROWS, weight, pid_n * BLOCK_N, N)
+
+
+def check_blocks_of_pair(change=("", "")):
+    scales_of_step = function(of_group_gemm, "scales_of_pair_step", change)
+    columns = 3 * HALF_N
+    epilogue = Pointer(OWN), ROWS, Pointer(WEIGHT), columns, STEPS, 0, 0, 0
+    for row, pid_n, expert, which in itertools.product(range(0, ROWS, 24), range(3), (0, 1, 5), range(2)):
+        of_rows, gate, up = scales_of_step((Number(row), pid_n, Number(expert)), 3, which, epilogue)
+        at = range(row + which * HALF_M, min(row + (which + 1) * HALF_M, ROWS))
+        assert of_rows == [OWN + 4 * (one * STEPS + 3) for one in at]
+        assert [gate, up] == [WEIGHT + 4 * ((6 * expert + 3 * plane + pid_n) * STEPS + 3) for plane in range(2)]
+
+
+def check_step(found, base, first, rows, weight, col, columns):
+    """Check the addresses for step 3. If the last half has no columns, its scale is any one that exists."""
+    of_rows, left, right = found
+    assert of_rows == [base + 4 * (row * STEPS + 3) for row in range(first, min(first + HALF_M, rows))]
+    expected = [weight + 4 * (block * STEPS + 3) for block in range(-(-columns // HALF_N))]
+    assert left == expected[col // HALF_N]
+    assert right == expected[col // HALF_N + 1] if col + HALF_N < columns else right in expected
+
+
+BLOCKS = {
+    "ag_gemm": check_blocks_of_ag_gemm, "gemm_rs": check_blocks_of_gemm_rs, "group_gemm": check_blocks_of_group_gemm,
+    "pair": check_blocks_of_pair,
+}
+
+
+@pytest.mark.parametrize("operator", BLOCKS)
+def test_block_scales_of_every_tile(operator):
+    BLOCKS[operator]()
+
+
+BLOCK_MUTANTS = [
+    *[(operator, ("place[0] + WHICH * HALF_M", "place[0]")) for operator in BLOCKS],
+    *[(operator, ("place[1] * BLOCK_N", "place[1] * HALF_N")) for operator in ("group_gemm",)],
+    ("ag_gemm", ("col + HALF_N < weights[2]", "True")), ("gemm_rs", ("col + HALF_N < columns", "True")),
+    ("group_gemm", ("col + HALF_N < N", "True")), ("ag_gemm", ("place[2] // 4", "place[2]")),
+    ("gemm_rs", ("col // HALF_N", "col // HALF_M")), ("group_gemm", ("* blocks_n + col", "+ col")),
+    ("pair", ("(2 * blocks_n)", "blocks_n")), ("pair", ("gate_ptr + blocks_n * blocks", "gate_ptr")),
+]
+
+
+@pytest.mark.parametrize("operator, change", BLOCK_MUTANTS, ids=str)
+def test_errors_in_block_scales_are_found(operator, change):
+    with pytest.raises(AssertionError):
+        BLOCKS[operator](change)

@@ -8,27 +8,32 @@ from tests.support.subset import THOROUGH
 
 SIZES = [(0, 3), (1, 1), (1, 9), (2, 2), (3, 4), (5, 7)]  # work items, steps
 SEEDS = 200 if THOROUGH else 10
+each_sum = pytest.mark.parametrize("promotes", [False, True], ids=["one accumulator", "two accumulators"])
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gemm_rs_in_any_order(items, steps, ranks):
+@each_sum
+def test_gemm_rs_in_any_order(items, steps, ranks, promotes):
     for seed in range(SEEDS):
-        GemmRsRun(seed, items, steps, ranks)()
+        GemmRsRun(seed, items, steps, ranks, promotes=promotes)()
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
 @pytest.mark.parametrize("slice_steps", [1, 4, 9])
-def test_ag_gemm_in_any_order(items, steps, slice_steps):
+@each_sum
+def test_ag_gemm_in_any_order(items, steps, slice_steps, promotes):
     for seed in range(SEEDS):
-        AgGemmRun(seed, items, steps, slice_steps)()
+        AgGemmRun(seed, items, steps, slice_steps, promotes=promotes)()
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
-@pytest.mark.parametrize("activation", [None, "swiglu", "keep"])
-def test_group_gemm_in_any_order(items, steps, activation):
+@pytest.mark.parametrize("activation, promotes", [
+    (None, False), ("swiglu", False), ("keep", False), (None, True), ("swiglu", True),
+])
+def test_group_gemm_in_any_order(items, steps, activation, promotes):
     for seed in range(SEEDS):
-        GroupGemmRun(seed, items, steps, activation)()
+        GroupGemmRun(seed, items, steps, activation, promotes=promotes)()
 
 
 LAST_ARRIVAL = (
@@ -48,10 +53,10 @@ OF_ALL = {
     "a store is not fenced": ("    fence_async_shared()\n", ""),
     "loads do not wait": ("    mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)\n", ""),
     "the last half that was kept does not leave": (
-        "    number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)\n    # Both", "    # Both",
+        "    number = pass_kept(memory, bars, kept, kept_item, number, WHICH)\n    pass_no_item", "    pass_no_item",
     ),
     "a half that was kept does not leave": (
-        "return acc, turn, _pass_kept(memory, bars, kept, kept_item, number, WHICH)", "return acc, turn, number",
+        "return acc, turn, pass_kept(memory, bars, kept, kept_item, number, WHICH)", "return acc, turn, number",
     ),
     "an item is not passed on": ("        write_item(sent.index(0), item, FOUR_WARPS)\n", "        pass\n"),
 }
@@ -73,7 +78,7 @@ OF_AG_GEMM = {
 OF_GROUP_GEMM = {
     EARLY: ("        tma.store_wait(0)\n", ""),
     "a half that was kept before a skipped tile does not leave": (
-        "        number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)\n        turn = _skip",
+        "        number = pass_kept(memory, bars, kept, kept_item, number, WHICH)\n        turn = _skip",
         "        turn = _skip",
     ),
     "stages of a skipped tile are not freed": ("        mbarrier.arrive(bars.index(FREE + stage), count=1)\n", ""),
@@ -84,6 +89,27 @@ OF_GROUP_GEMM = {
     "rows of the next group are multiplied": ("is_whole = row + HALF_M < end", "is_whole = row < end"),
     "half of the rows are skipped": ("is_whole = row + HALF_M < end", "is_whole = row + HALF_M + 1 < end"),
 }
+
+
+PRODUCT = "    product = warpgroup_mma_wait(0, deps=[product])\n"
+ARRIVAL = "    mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
+OF_PROMOTION = {
+    "a stage is free when its last product has begun": (PRODUCT + ARRIVAL, ARRIVAL + PRODUCT),
+    "a product does not wait for its operands": (
+        "    mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)\n    product", "    product",
+    ),
+    "a half that was kept does not leave": ("    if PASS_KEPT:\n", "    if False:\n"),
+    "a half is multiplied twice": ("_product(memory, stage, WHICH, 1)", "_product(memory, stage, WHICH, 0)"),
+    "a step has the scales of the one before": (
+        "following = _load_factors(place, gl.minimum(step + 1, last)", "following = _load_factors(place, step",
+    ),
+    "both halves have the scales of one": ("of_rows, of_right, FACTORS", "of_rows, of_left, FACTORS"),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_PROMOTION)
+def test_errors_with_two_accumulators_are_found(mutant):
+    _finds(lambda seed, source: GemmRsRun(seed, 3, 6, 2, source, promotes=True), OF_PROMOTION, mutant)
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)

@@ -6,7 +6,7 @@ import torch
 
 from tdkernels.lang.tested_versions import triton_is_tested
 from tdkernels.ops.common.gemm_operands import tma_fits
-from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.scaling import LAYOUTS, Scales
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor
@@ -25,7 +25,7 @@ def suits(
     if dtype.itemsize == 2:
         fits = fits and k % 8 == 0
     else:
-        fits = fits and dtype.itemsize == 1 and k % 16 == 0 and layout == "scaled fast"
+        fits = fits and dtype.itemsize == 1 and k % 16 == 0 and layout in LAYOUTS
     return fits and gpu.capability(device) == (9, 0) and triton_is_tested()
 
 
@@ -46,14 +46,18 @@ def supports(x: torch.Tensor, weight: torch.Tensor, config: Any, scales: Scales 
 
 
 def _supports_scaled(x, weight, scales):
-    """Return whether the kernels support scaled operands: both of one format and with K as the inner dimension."""
-    same = x.dtype == weight.dtype and weight.stride(1) == 1
-    return same and scales.kind == "row" and scales.use_fast_accum and scales.out_dtype.itemsize == 2
+    """Return whether the kernels support scaled operands: with K as the inner dimension, and outputs in 16 bits."""
+    return x.itemsize == weight.itemsize and weight.stride(1) == 1 and scales.out_dtype.itemsize == 2
 
 
-def scale_steps(scales: Scales | None) -> dict[str, int]:
-    """Return the constants X_STEP and W_STEP of a kernel: 1 for scales of rows, 0 for a single one."""
-    return {} if scales is None else {"X_STEP": int(scales.x.numel() > 1), "W_STEP": int(scales.weight.numel() > 1)}
+def scale_constants(scales: Scales | None) -> dict[str, Any]:
+    """Return the constants of a kernel for scaled operands."""
+    if scales is None:
+        return {}
+    return {
+        "SCALING": scales.kind, "X_STEP": int(scales.x.numel() > 1), "W_STEP": int(scales.weight.numel() > 1),
+        "PROMOTE": scales.kind == "block" or not scales.use_fast_accum,
+    }
 
 
 def rows_descriptor(x: torch.Tensor, planes: int, rows: int, plane_stride: int) -> Any:

@@ -26,6 +26,7 @@ EARLY_STEPS = gl.constexpr(2)  # of a tile, which hide the end of the tile befor
 # Warps of the partitions after the first one, which has four, and registers of their threads. The first two partitions
 # multiply. The others form a warp group, whose threads have the same number. All threads together have 65536.
 WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120])
+PROMOTE_REGISTERS = gl.constexpr([216, 72, 72, 72])  # with a second accumulator
 
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
@@ -33,6 +34,7 @@ NUM_BARRIERS = gl.constexpr(16)  # a power of two
 ITEM_WORDS = gl.constexpr(4)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
+FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 32]))  # of its product in fp8
 NO_HALVES, HALF_COLUMNS, HALF_ROWS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # work items with odd numbers
 
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -52,8 +54,8 @@ def make_barriers():
 
 
 @gluon.jit
-def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr):
-    """Return the tuple ``memory`` of all partitions, for operands of a dtype and a 16-bit output.
+def make_memory(dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr):
+    """Return the tuple ``memory`` of all partitions, for dtypes of x and the weight of one size and a 16-bit output.
 
     x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
     weight  [STAGES, BLOCK_N, BLOCK_K], or [STAGES, BLOCK_K, BLOCK_N] if W_IS_KN
@@ -67,9 +69,9 @@ def make_memory(dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.conste
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_M, BLOCK_K], swizzled)
     if W_IS_KN:
-        w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], swizzled)
+        w = gl.allocate_shared_memory(w_dtype, [STAGES, BLOCK_K, BLOCK_N], swizzled)
     else:
-        w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
+        w = gl.allocate_shared_memory(w_dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
     out = gl.allocate_shared_memory(out_dtype, [2, HALF_M, HALF_N], of_out)
     items = gl.allocate_shared_memory(gl.int32, [ITEM_WORDS * STAGES, 1], plain)
     sent = gl.allocate_shared_memory(gl.int32, [1, 1], plain)

@@ -8,12 +8,7 @@ are busy while it is stored. By then the half before has usually left the buffer
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tdkernels.lang.gluon_signals import FOUR_WARPS
 from tdkernels.ops.common.specialized.layout import (
@@ -27,13 +22,12 @@ from tdkernels.ops.common.specialized.layout import (
     HALF_N,
     HALF_ROWS,
     NO_ITEM,
-    OUT_FREE,
-    OUT_FULL,
     STAGES,
     item_word,
     read_item,
-    write_item,
 )
+from tdkernels.ops.common.specialized.output import pass_kept, pass_no_item, pass_nothing, pass_on
+from tdkernels.ops.common.specialized.promote import begin_promoted, end_promoted
 
 
 @gluon.jit
@@ -74,7 +68,7 @@ def _begin_tile(memory, bars, steps, state, WHICH: gl.constexpr, WIDTH: gl.const
     acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, True)
     for _ in range(1, gl.minimum(steps, EARLY_STEPS)):
         acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)
-    return acc, turn, _pass_kept(memory, bars, kept, kept_item, number, WHICH)
+    return acc, turn, pass_kept(memory, bars, kept, kept_item, number, WHICH)
 
 
 @gluon.jit
@@ -107,91 +101,78 @@ def halves_of(tile):
 
 
 @gluon.jit
-def pass_on(memory, bars, part, item, number, WHICH: gl.constexpr):
-    """Store HALF_M rows of half a tile for the warp that sends or stores it. Return the number of halves so far."""
-    _, _, out, _, sent = memory
-    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
-    out.index(WHICH).store(part)
-    if WHICH == 0:
-        write_item(sent.index(0), item, FOUR_WARPS)
-    fence_async_shared()
-    mbarrier.arrive(bars.index(OUT_FULL), count=1)
-    return number + 1
+def _multiply_tile(
+    memory, bars, place, epilogue, steps, state, WHICH: gl.constexpr, SIDES: gl.constexpr, W_IS_KN: gl.constexpr,
+    PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
+):
+    """Multiply HALF_M rows of a tile, or of its first half if SIDES = 1.
 
-
-@gluon.jit
-def _pass_kept(memory, bars, kept, kept_item, number, WHICH: gl.constexpr):
-    """Pass on the half of a tile that was kept, if there is one. Return the number of halves so far."""
-    if kept_item != NO_ITEM:
-        number = pass_on(memory, bars, kept, kept_item, number, WHICH)
-    return number
-
-
-@gluon.jit
-def _pass_nothing(bars, number):
-    """Take part in a half that the other partition passes on. Return the number of halves so far."""
-    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
-    mbarrier.arrive(bars.index(OUT_FULL), count=1)
-    return number + 1
-
-
-@gluon.jit
-def pass_halves(memory, bars, acc, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Pass on the first half of a tile. Return (number of halves so far, the last half)."""
-    dtype: gl.constexpr = memory[2].dtype
-    left, right = halves_of(acc)
-    number = pass_on(memory, bars, EPILOGUE(left, place, WHICH, 0, epilogue).to(dtype), item, number, WHICH)
-    return number, EPILOGUE(right, place, WHICH, 1, epilogue).to(dtype)
+    Return (halves of the product, result of PREPARE, numbers of steps and of halves so far).
+    """
+    WIDTH: gl.constexpr = SIDES * HALF_N
+    if PROMOTE:
+        left, right, turn, number = begin_promoted(memory, bars, place, epilogue, state, WHICH, SIDES, FACTORS)
+    else:
+        acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, WIDTH, W_IS_KN)
+    loaded = turn if PREPARE is None else PREPARE(place, WHICH, epilogue)
+    if PROMOTE:
+        left, right, turn = end_promoted(
+            memory, bars, place, epilogue, (left, right), turn, steps, WHICH, SIDES, FACTORS
+        )
+    else:
+        acc, turn = _end_tile(memory, bars, acc, turn, steps, WHICH, WIDTH, W_IS_KN)
+        if SIDES == 2:
+            left, right = halves_of(acc)
+        else:
+            left, right = acc, acc
+    return (left, right), loaded, turn, number
 
 
 @gluon.jit
 def _compute(
     memory, bars, item, place, epilogue, steps, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
-    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
 ):
     """Compute HALF_M rows of a whole tile. Return the new state."""
-    acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, BLOCK_N, W_IS_KN)
-    prepared = epilogue if PREPARE is None else (epilogue, PREPARE(place, WHICH, epilogue))
-    acc, turn = _end_tile(memory, bars, acc, turn, steps, WHICH, BLOCK_N, W_IS_KN)
-    number, kept = PASS(memory, bars, acc, item, place, number, prepared, WHICH, EPILOGUE)
+    halves, loaded, turn, number = _multiply_tile(
+        memory, bars, place, epilogue, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
+    )
+    prepared = epilogue if PREPARE is None else (epilogue, loaded)
+    number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
     return turn, number, kept, item
 
 
 @gluon.jit
 def _compute_half(
     memory, bars, item, place, epilogue, steps, state, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
-    EPILOGUE: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
 ):
     """Compute this partition's part of half a tile, if it differs from its part of a whole tile.
 
     Return the new state. Nothing is kept.
     """
     if HALF == HALF_COLUMNS:
-        acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, HALF_N, W_IS_KN)
-        prepared = epilogue if PREPARE is None else (epilogue, PREPARE(place, WHICH, epilogue))
-        acc, turn = _end_tile(memory, bars, acc, turn, steps, WHICH, HALF_N, W_IS_KN)
-        dtype: gl.constexpr = memory[2].dtype
-        number = pass_on(memory, bars, EPILOGUE(acc, place, WHICH, 0, prepared).to(dtype), item, number, WHICH)
+        halves, loaded, turn, number = _multiply_tile(
+            memory, bars, place, epilogue, steps, state, WHICH, 1, W_IS_KN, PREPARE, PROMOTE, FACTORS
+        )
+        prepared = epilogue if PREPARE is None else (epilogue, loaded)
+        half = EPILOGUE(halves[0], place, WHICH, 0, prepared).to(memory[2].dtype)
+        number = pass_on(memory, bars, half, item, number, WHICH)
     else:  # these rows do not belong to the item
         turn, number, kept, kept_item = state
-        number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)
+        number = pass_kept(memory, bars, kept, kept_item, number, WHICH)
         turn = _skip_tile(bars, turn, steps)
         for _ in gl.static_range(PASSES):
-            number = _pass_nothing(bars, number)
+            number = pass_nothing(bars, number)
     # NO_ITEM as a value of the same type as an item: both branches of the caller must return one.
     return turn, number, state[2], item * 0 + NO_ITEM
-
-
-@gluon.jit
-def no_epilogue(half, place, WHICH: gl.constexpr, side: gl.constexpr, epilogue):
-    """Return half a tile as it is."""
-    return half
 
 
 @gluon.jit
 def multiply_partition(
     memory, bars, steps, epilogue, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr = None,
+    PROMOTE: gl.constexpr = False, FACTORS: gl.constexpr = None,
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
@@ -201,6 +182,8 @@ def multiply_partition(
     PASS: passes on all halves of a whole tile but the last, and returns that one, like ``pass_halves``
     PASSES: number of halves
     PREPARE: None, or (place, WHICH, ``epilogue``) -> x, which runs during the main loop. EPILOGUE gets (epilogue, x)
+    PROMOTE: whether each step is added to a second accumulator, see ``promote``; without W_IS_KN
+    FACTORS: None, or with PROMOTE: (place, step of K, WHICH, ``epilogue``) -> scales as of ``load_block_scales``
     """
     has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far
@@ -217,17 +200,15 @@ def multiply_partition(
         state = turn, number, kept, kept_item
         if (item % 2 if has_halves else 0) == 0:
             turn, number, kept, kept_item = _compute(
-                memory, bars, item, place, epilogue, steps, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE
+                memory, bars, item, place, epilogue, steps, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE, PROMOTE,
+                FACTORS,
             )
         else:
             turn, number, kept, kept_item = _compute_half(
-                memory, bars, item, place, epilogue, steps, state, WHICH, HALF, W_IS_KN, EPILOGUE, PASSES, PREPARE
+                memory, bars, item, place, epilogue, steps, state, WHICH, HALF, W_IS_KN, EPILOGUE, PASSES, PREPARE,
+                PROMOTE, FACTORS,
             )
         mbarrier.wait(bars.index(FULL + turn % STAGES), (turn // STAGES) & 1)
         item = read_item(item_word(memory, turn % STAGES, 0), FOUR_WARPS)
-    number = _pass_kept(memory, bars, kept, kept_item, number, WHICH)
-    # Both partitions wait. Otherwise this arrival could count for the half before, in place of the other partition.
-    mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
-    if WHICH == 0:
-        write_item(memory[4].index(0), NO_ITEM, FOUR_WARPS)
-    mbarrier.arrive(bars.index(OUT_FULL), count=1)
+    number = pass_kept(memory, bars, kept, kept_item, number, WHICH)
+    pass_no_item(memory, bars, number, WHICH)

@@ -2,7 +2,7 @@
 
 The vectors are loaded after the first steps (``PREPARE`` of ``multiply_partition``), and arrive during the main loop. A
 vector of columns is then in one register of a thread, and moves to the threads that need it after the main loop
-(``EPILOGUE``).
+(``EPILOGUE``). Block-wise scales are loaded for each step of K (``FACTORS``).
 """
 
 from triton.experimental import gluon
@@ -12,22 +12,40 @@ from tdkernels.ops.common.specialized.layout import HALF_LAYOUT, HALF_M, HALF_N
 
 
 @gluon.jit
-def load_rows(ptr, rows, STEP: gl.constexpr):
+def load_rows(ptr, rows, step):
     """Return a value for each of HALF_M rows.
 
     ptr, rows: pointer to the value of the first row, and number of rows that have one
-    STEP: 0 if all rows have the value at the pointer, otherwise 1
+    step: distance of the values of two rows; 0 if all rows have the value at the pointer
     """
     offs_m = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, HALF_LAYOUT))
-    return gl.load(ptr + offs_m * STEP, mask=offs_m < rows, other=0.0)
+    return gl.load(ptr + offs_m * step, mask=offs_m < rows, other=0.0)
 
 
 @gluon.jit
-def load_columns(ptr, columns, STEP: gl.constexpr):
-    """Return (values of the first HALF_N columns, of the last ones); arguments as for ``load_rows``."""
+def load_half_columns(ptr, columns, step):
+    """Return a value for each of HALF_N columns; arguments as for ``load_rows``."""
     offs_n = gl.arange(0, HALF_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    left = gl.load(ptr + offs_n * STEP, mask=offs_n < columns, other=0.0)
-    return left, gl.load(ptr + (HALF_N + offs_n) * STEP, mask=HALF_N + offs_n < columns, other=0.0)
+    return gl.load(ptr + offs_n * step, mask=offs_n < columns, other=0.0)
+
+
+@gluon.jit
+def load_columns(ptr, columns, step):
+    """Return (values of the first HALF_N columns, of the last ones); arguments as for ``load_rows``."""
+    return load_half_columns(ptr, columns, step), load_half_columns(ptr + HALF_N * step, columns - HALF_N, step)
+
+
+@gluon.jit
+def load_block_scales(x_ptr, rows, left_ptr, right_ptr, blocks, step):
+    """Return block-wise scales of a step of K: (of HALF_M rows, of each half of the columns, as vectors of HALF_M).
+
+    x_ptr, rows: pointer to the scales of the first row, [rows, blocks], and number of rows that have scales
+    left_ptr, right_ptr: pointers to the scales [blocks] of the weight for each half of the columns
+    """
+    # All threads load the same scale of the weight. Triton 3.6 does not compile the product of a loaded scalar and a
+    # tile here. With a mask that all threads share, ptxas would wait for it at once, to keep it in a uniform register.
+    of_rows = load_rows(x_ptr + step, rows, blocks)
+    return of_rows, load_rows(left_ptr + step, HALF_M, 0), load_rows(right_ptr + step, HALF_M, 0)
 
 
 @gluon.jit

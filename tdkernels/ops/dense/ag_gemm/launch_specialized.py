@@ -121,7 +121,7 @@ def _arguments(
         rows, *sizes, k, slot_rows, plan, num_comm, num_whole, config.chunk_tiles, config.tiles.group_m, segment_rows,
         slice_steps,
     )
-    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, **specialized.scale_steps(scales), "num_warps": 4}
+    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, **specialized.scale_constants(scales), "num_warps": 4}
 
 
 def compile(

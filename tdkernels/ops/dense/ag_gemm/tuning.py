@@ -13,7 +13,7 @@ from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import is_scaled, scales_of
 from tdkernels.ops.common.scaling import scaled_linear
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
 from tdkernels.ops.dense import scaled
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm import launch, op
@@ -104,8 +104,7 @@ class AgGemmTunable(dense.DenseTunable):
         ):
             return []
         default = ag_gemm_config.specialized_config(problem.torch_dtype, device)
-        (tiles,) = self.tiles_for(problem, device, [default.tiles])
-        default = replace(default, tiles=tiles)
+        default = replace(default, tiles=specialized_tiles(LARGE, problem.torch_dtype))
         return [
             replace(default, num_comm_sms=num_comm, chunk_tiles=chunk_tiles)
             for num_comm in (32, 64, 96) for chunk_tiles in (1, 2)

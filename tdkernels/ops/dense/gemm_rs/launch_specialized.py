@@ -56,7 +56,7 @@ def _arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, 
     constants = {
         # As many rows as fit in the registers of the warps that add them.
         "ROWS": 8 if world_size <= 4 else 4, "SPLIT": SPLIT, "RANKS": world_size, "HAS_BIAS": bias is not None,
-        "W_IS_KN": is_kn, **specialized.scale_steps(scales), "num_warps": 4,
+        "W_IS_KN": is_kn, **specialized.scale_constants(scales), "num_warps": 4,
     }
     return args, constants
 

@@ -11,7 +11,7 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
 from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, op
@@ -76,7 +76,7 @@ class GemmRsTunable(dense.DenseTunable):
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
             ]
             if launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device, problem.layout):
-                (tiles,) = self.tiles_for(problem, device, [launch_direct.DIRECT_LARGE])
+                tiles = specialized_tiles(launch_direct.DIRECT_LARGE, problem.torch_dtype)
                 configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
             configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)

@@ -20,10 +20,11 @@ class GroupGemmConfig:
             a config may combine with ``warp_specialize``. In the weight gradient dw (layout "dw" of the tuner) block_m
             and block_n are along N and K, and block_k is along the rows.
         warp_specialize: Whether different warps of a program may load, multiply and store. They do so on Hopper, for
-            tiles of 128 x 256 x 64, 16-bit operands without scales that TMA can load, weights of adjacent experts, N
-            a multiple of 8, or of 16 with "swiglu", and without "swiglu_interleaved". For weights that are stored as
-            [K, N], K must be a multiple of 64. ``num_warps`` and ``num_stages`` are not used then. Otherwise, and while
-            a trace is recorded, the same config runs without it. Results are the same.
+            operands that TMA can load, weights of adjacent experts, N a multiple of 8, or of 16 with "swiglu", and
+            without "swiglu_interleaved". Tiles are 128 x 256 x 64 for 16-bit operands. For weights that are stored as
+            [K, N], K must be a multiple of 64. For fp8 operands tiles are 128 x 256 x 128, outputs have 16 bits, and
+            with block-wise scales and "swiglu" N / 2 is a multiple of 128. ``num_warps`` and ``num_stages`` are not
+            used then. Otherwise, and while a trace is recorded, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"
@@ -51,11 +52,14 @@ def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | Non
 
 
 def default_config(
-    rows: int, n: int, k: int, groups: int, dtype: torch.dtype, device: torch.device
+    rows: int, n: int, k: int, groups: int, dtype: torch.dtype, device: torch.device, layout: str | None = None
 ) -> GroupGemmConfig:
-    """Return the heuristic config for ``rows`` rows in all, ``groups`` groups and weights [n, k]."""
+    """Return the heuristic config for ``rows`` rows in all, ``groups`` groups and weights [n, k].
+
+    ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
+    """
     each = rows // groups
     tiles = default_tiles(each, n, dtype, device)
     # With fewer tiles, the launch that sets the work queue to zero may cost more than is gained; not measured.
     has_waves = device.type == "cuda" and groups * tiles.count(each, n) > gpu.num_sms(device)
-    return GroupGemmConfig(tiles=tiles, warp_specialize=has_waves and suits(tiles, n, k, dtype, device))
+    return GroupGemmConfig(tiles=tiles, warp_specialize=has_waves and suits(tiles, n, k, dtype, device, layout))

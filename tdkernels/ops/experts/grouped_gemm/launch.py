@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import BLOCK, Scales, out_dtype_of
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles
+from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles, specialized_tiles
 from tdkernels.ops.experts.grouped_gemm import launch_specialized
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, default_config
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
@@ -122,13 +122,25 @@ def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles)
     return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
 
 
-def _config_for(x, w, config, scales=None):
-    """Return the config with a tile. If it has none, the heuristic one is selected."""
+def config_for(
+    x: torch.Tensor, w: torch.Tensor, config: "GroupGemmConfig | None", activation: str | None = None,
+    scales: Scales | None = None,
+) -> GroupGemmConfig:
+    """Return the config with a tile. If it has none, the heuristic one is selected.
+
+    The weight is in a layout that needs no copy, see ``weight_layout``.
+    """
     if config is not None and config.tiles is not None:
         return config
     rows, (experts, n, k) = x.shape[0], w.shape
     if config is None and scales is None:
         return default_config(rows, n, k, experts, x.dtype, x.device)
+    if config is None and scales is not None:
+        found = default_config(rows, n, k, experts, x.dtype, x.device, scales.layout)
+        found = replace(found, tiles=specialized_tiles(found.tiles, x.dtype))  # type: ignore[arg-type]
+        # Without the specialized kernel this tile may be too large, see ``scaled_tiles``.
+        if found.warp_specialize and _specializes(x, w, _layout(w, activation), activation, found, scales):
+            return found
     tiles = default_tiles(rows // experts, n, x.dtype, x.device)
     tiles = tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
     return replace(config or GroupGemmConfig(), tiles=tiles)
@@ -161,7 +173,7 @@ def linear_by_tree(
     """
     x, w = gemm_operands.rows_contiguous(x), weight_layout(weight.unsqueeze(0))[0]
     splits = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    workspace, tiles = local_workspace_of(x.device), _config_for(x, w, config).tiles
+    workspace, tiles = local_workspace_of(x.device), config_for(x, w, config).tiles
     key = "linear by tree", leaves, config, out_dtype, gemm_operands.dot_precision(x.dtype)
 
     def prepare(x, w, splits):
@@ -213,10 +225,10 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
         made.append(output_spec(x, rows, width, dtype=dtype))
     y, pre = made[0], made[1] if keep else None
     operands = x, w, splits, *gemm_operands.scale_operands(scales)
-    layout, config = _layout(w, activation), _config_for(x, w, config, scales)
-    if scales is None and _specializes(x, w, layout, activation, config):
+    layout, config = _layout(w, activation), config_for(x, w, config, activation, scales)
+    if _specializes(x, w, layout, activation, config, scales):
         counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
-        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config)
+        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config, scales)
         made.append(counter)
         grid = (launch_specialized.num_programs(rows, experts, layout, x.device),)
         return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [])
@@ -233,10 +245,10 @@ def _layout(w, activation):
     return *planes_of(w, activation), strides, is_kn
 
 
-def _specializes(x, w, layout, activation, config):
+def _specializes(x, w, layout, activation, config, scales=None):
     """Return whether the warp-specialized kernel runs these operands."""
     fits = tma_fits(x.shape[1], w, *layout[2], layout[3], config.tiles)
-    return launch_specialized.supports(x, w, layout, activation, config, fits)
+    return launch_specialized.supports(x, w, layout, activation, config, fits, scales)
 
 
 def compile(
@@ -246,7 +258,7 @@ def compile(
     if x.device.type == "cpu":
         return  # interpreted
     x, w = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0]
-    layout, config = _layout(w, activation), _config_for(x, w, config)
+    layout, config = _layout(w, activation), config_for(x, w, config, activation)
     if _specializes(x, w, layout, activation, config):
         counter, y = splits.new_empty(1, dtype=torch.int32), x.new_empty(1, layout[1])
         args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, None, config)

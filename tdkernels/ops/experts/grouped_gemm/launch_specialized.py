@@ -5,13 +5,15 @@ from typing import Any
 import torch
 
 from tdkernels.lang.tested_versions import triton_is_tested
+from tdkernels.ops.common.gemm_operands import scale_pointers
+from tdkernels.ops.common.scaling import BLOCK, Scales
 from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 
-(_BLOCK_M, _BLOCK_N), _BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2
+_BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
 _LEAST_EXPERTS = 32  # a group for each lane of a warp
 _MOST_EXPERTS = 1024  # for whose groups the threads of a warp have registers
 
@@ -25,7 +27,7 @@ def kernel() -> Any:
 
 def supports(
     x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
-    fits_tma: bool,
+    fits_tma: bool, scales: Scales | None = None,
 ) -> bool:
     """Return whether the kernel runs x [R, K] and a weight w.
 
@@ -35,7 +37,9 @@ def supports(
     if not fits_tma or not specialized.is_enabled(config) or activation not in (None, "swiglu"):
         return False
     (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
-    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or config.tiles.block_k != _BLOCK_K:
+    if gpu.capability(x.device) != (9, 0) or x.itemsize > 2 or config.tiles.block_k * x.itemsize != STEP_BYTES:
+        return False
+    if scales is not None and not _supports_scaled(x, w, planes, n, scales):
         return False
     if n % 8 or w.shape[0] > _MOST_EXPERTS:
         return False
@@ -44,31 +48,48 @@ def supports(
     return recorder.active is None and triton_is_tested() and kernel() is not None
 
 
+def _supports_scaled(x, w, planes, n, scales):
+    """Return whether the kernel supports scaled operands. ``n`` is the N of a plane."""
+    # Both planes of an expert begin with a block of scales.
+    has_whole_blocks = scales.kind != "block" or planes == w.shape[0] or n % BLOCK == 0
+    return x.itemsize == w.itemsize and scales.out_dtype.itemsize == 2 and has_whole_blocks
+
+
 def _output_descriptor(y):
     return descriptor(y, [1, *y.shape], [y.numel(), y.shape[1], 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
 
 
 def arguments(
     x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], splits: torch.Tensor,
-    counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any,
+    counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the kernel for operands that ``supports`` accepts.
 
     ``counter`` is an int32 zero.
     """
     (planes, n, (_, stride_w), is_kn), (rows, k), experts = layout, x.shape, w.shape[0]
+    block_k = STEP_BYTES // w.itemsize
     if is_kn:
-        w_desc = descriptor(w, [planes * k, n], [stride_w, 1], [_BLOCK_K, _BLOCK_N // 2])
+        w_desc = descriptor(w, [planes * k, n], [stride_w, 1], [block_k, _BLOCK_N // 2])
     else:
-        w_desc = descriptor(w, [planes * n, k], [stride_w, 1], [_BLOCK_N // 2, _BLOCK_K])
+        w_desc = descriptor(w, [planes * n, k], [stride_w, 1], [_BLOCK_N // 2, block_k])
     x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
     of_pre = (None, None) if pre is None else (pre, _output_descriptor(pre))
-    args = x_desc, w_desc, splits, counter, y, _output_descriptor(y), *of_pre, experts, rows, n, k, config.tiles.group_m
+    args = x_desc, w_desc, *scale_pointers(scales), splits, counter, y, _output_descriptor(y), *of_pre
     constants = {
         "EXPERTS": max(next_power_of_2(experts), _LEAST_EXPERTS), "PAIR": planes > experts, "W_IS_KN": is_kn,
-        "num_warps": 4,
+        **_scale_constants(scales, experts), "num_warps": 4,
     }
-    return args, constants
+    return (*args, experts, rows, n, k, config.tiles.group_m), constants
+
+
+def _scale_constants(scales, experts):
+    """Return the constants for scaled operands. The scales of the weight may be one for each expert."""
+    if scales is None:
+        return {}
+    number = scales.weight.numel()
+    of_weight = {"W_STEP": int(number > experts), "EXPERT_STEP": int(number == experts > 1)}
+    return specialized.scale_constants(scales) | of_weight
 
 
 def num_programs(rows: int, experts: int, layout: tuple[int, int, list[int], bool], device: torch.device) -> int:

@@ -225,7 +225,7 @@ def _add(
         scale_x = tl.load(x_scale + offs_m * blocks + k // 128, mask=offs_m < scaled_rows, other=0.0)
         scale_w = tl.load(w_scale + offs_n // 128 * blocks + k // 128, mask=offs_n < past, other=0.0)
         part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRODUCT.precision)
-        return acc + part * scale_x[:, None] * scale_w[None, :]
+        return acc + part * (scale_x[:, None] * scale_w[None, :])
     else:
         return add_scaled(acc, a, b, k, K, x_scale, scaled_rows, w_scale, first, past, PRODUCT)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import tdkernels
-from tdkernels.ops.common.scaling import dequantize, quantize_ref
+from tdkernels.ops.common.scaling import Scales, dequantize, quantize_ref
 from tests.ops.dense.scaled_cases import ACCUMULATOR
 from tests.ops.experts.grouped_gemm.oracle import counts_within
 from tests.support.ranks import device
@@ -87,6 +87,11 @@ class ScaledGrouped:
         output = F.silu(gate) * up
         of_gate = _SLOPE * gate_error * (up.abs() + up_error)
         return output, of_gate + F.silu(gate).abs() * up_error + _SIGMOID * output.abs()
+
+    def scales(self, fast):
+        """Return the ``Scales`` of a call."""
+        kind = "block" if self.scale_x.shape[-1] > 1 else "row"
+        return Scales(self.scale_x, self.scale_w, kind, self.out_dtype, fast)
 
     def call(self, **options):
         arguments = {"scale_x": self.scale_x, "scale_w": self.scale_w, "out_dtype": self.out_dtype, **options}

@@ -28,18 +28,21 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_COLUMNS,
+    PROMOTE_REGISTERS,
     REGISTERS,
     STEP_BYTES,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.multiply import multiply_partition
+from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
     add_bias,
     bias_of_tile,
     load_partition,
     scale_tile,
+    scales_of_step,
     scales_of_tile,
     store_partition,
 )
@@ -82,7 +85,8 @@ def ag_gemm_specialized_kernel(
     y_desc_3, x_scale_ptr, w_scale_ptr,
     M_shard, N, N_2, N_3, K, slot_rows, plan, num_comm, num_whole, chunk_tiles, group_m, segment_rows,
     slice_steps,
-    FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
+    FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "",
+    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
 ):
     """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16.
 
@@ -94,7 +98,9 @@ def ag_gemm_specialized_kernel(
     slice_steps: steps of K with one signal; all, if other kernels or the copy engine send the rows
     num_whole: number of tiles that are not divided into halves
     x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None; with them there is one weight and no FIXED_HALF
-    X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
+    SCALING: kind of scales, "row" or "block", or ""
+    X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
+    PROMOTE: see ``multiply_partition``
     """
     me, ranks = rank(ctx), num_ranks(ctx)
     half, signal = _begin_call(ctx, plan, me, FIXED_HALF)
@@ -110,33 +116,38 @@ def ag_gemm_specialized_kernel(
     chunk_rows = gl.minimum(chunk_tiles * BLOCK_M, M_shard)
     shard = M_shard, row_bytes, chunk_rows, slice_steps * STEP_BYTES, slices, num_chunks, slot_bytes
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
-    memory = make_memory(x_desc.dtype, W_IS_KN, y_desc.dtype)
+    memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
     operands = x_desc, gathered_desc, (w_desc, w_desc_2, w_desc_3)
     y_descs = y_desc, y_desc_2, y_desc_3
     HAS_BIAS: gl.constexpr = bias_ptr is not None
-    IS_SCALED: gl.constexpr = x_scale_ptr is not None
     of_x = me, x_scale_ptr, data_at(ctx, half, me) + scales_offset, M_shard, slot_bytes
-    epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, X_STEP, W_STEP
-    prepare: gl.constexpr = scales_of_tile if IS_SCALED else (bias_of_tile if HAS_BIAS else None)
-    finish_half: gl.constexpr = scale_tile if IS_SCALED else (add_bias if HAS_BIAS else no_epilogue)
+    x_step, w_step = (steps, steps) if SCALING == "block" else (X_STEP, W_STEP)
+    epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, x_step, w_step
+    prepare: gl.constexpr = scales_of_tile if SCALING == "row" else (bias_of_tile if HAS_BIAS else None)
+    finish_half: gl.constexpr = scale_tile if SCALING == "row" else (add_bias if HAS_BIAS else no_epilogue)
+    factors: gl.constexpr = scales_of_step if SCALING == "block" else None
+    scales = x_scale_ptr, scales_offset, steps if SCALING == "block" else 1
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
             (
                 multiply_partition,
-                (memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare),
+                (
+                    memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare, PROMOTE,
+                    factors,
+                ),
             ),
             (
                 multiply_partition,
-                (memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare),
+                (
+                    memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare, PROMOTE,
+                    factors,
+                ),
             ),
             (
                 push_partition,
-                (
-                    ctx, x_ptr.to(gl.int64), half, signal, shard, (x_scale_ptr, scales_offset), gl.program_id(0),
-                    num_comm, FIXED_HALF,
-                ),
+                (ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm, FIXED_HALF),
             ),
             (
                 load_partition,
@@ -148,6 +159,6 @@ def ag_gemm_specialized_kernel(
             (store_partition, (memory, bars, y_descs, order, weights, segment_rows)),
         ],
         WARPS.value,
-        REGISTERS.value,
+        PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,
     )
     finish(ctx, ADVANCE=FIXED_HALF == 0)

@@ -30,7 +30,13 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.common.specialized.vectors import load_columns, load_rows, plus_bias, times_scales
+from tdkernels.ops.common.specialized.vectors import (
+    load_block_scales,
+    load_columns,
+    load_rows,
+    plus_bias,
+    times_scales,
+)
 from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
 
 
@@ -165,17 +171,24 @@ def add_bias(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
 
 
 @gluon.jit
+def _scales_of_shard(source, of_x):
+    """Return the pointer to the scales of the rows of a shard."""
+    me, own_ptr, arrived, _, slot_bytes = of_x
+    address = gl.where(source == me, own_ptr.to(gl.int64), arrived + source * slot_bytes)
+    return pointer_to(address, gl.float32)
+
+
+@gluon.jit
 def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile, whose first slice has arrived, and the bias, if there is one.
 
-    epilogue: (weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP), with one weight
+    epilogue: (weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP), with one weight. The last
+        two are the number of scales of a row if these are block-wise
     of_x: (rank, scales of its rows, address of those in the first slot, rows of a shard, bytes of a slot)
     """
     weights, bias_ptrs, of_x, w_ptr, x_step, w_step = epilogue
-    me, own_ptr, arrived, rows, slot_bytes = of_x
-    source, row, col = place[2] // 4, place[0] + WHICH * HALF_M, place[1]
-    address = gl.where(source == me, own_ptr.to(gl.int64), arrived + source * slot_bytes)
-    of_rows = load_rows(pointer_to(address, gl.float32) + row * x_step, rows - row, x_step)
+    row, col = place[0] + WHICH * HALF_M, place[1]
+    of_rows = load_rows(_scales_of_shard(place[2] // 4, of_x) + row * x_step, of_x[3] - row, x_step)
     of_columns = load_columns(w_ptr + col * w_step, weights[2] - col, w_step)
     # Without a bias, this value is not used.
     bias = of_columns if bias_ptrs[0] is None else bias_of_tile(place, WHICH, epilogue)
@@ -188,6 +201,17 @@ def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
     of_rows, of_columns, bias = prepared[1]
     half = times_scales(half, of_rows, of_columns, side)
     return half if prepared[0][1][0] is None else plus_bias(half, bias, side)
+
+
+@gluon.jit
+def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
+    """Load the block-wise scales of a step of K of a tile, whose first slice has arrived. ``epilogue``: as before."""
+    weights, _, of_x, w_ptr, blocks, _ = epilogue
+    row, col = place[0] + WHICH * HALF_M, place[1]
+    x_ptr = _scales_of_shard(place[2] // 4, of_x) + row.to(gl.int64) * blocks
+    left_ptr = w_ptr + col // HALF_N * blocks
+    right_ptr = left_ptr + gl.where(col + HALF_N < weights[2], blocks, 0)  # any scale, if there are no such columns
+    return load_block_scales(x_ptr, of_x[3] - row, left_ptr, right_ptr, blocks, step)
 
 
 # ---- store ----

@@ -9,7 +9,7 @@ from tdkernels.lang.gluon_signals import item_of_warps, notify_if_last_arriver, 
 from tdkernels.lang.memory import pointer_to
 
 _ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
-_SCALES = gl.constexpr(256)  # in flight
+_SCALES = gl.constexpr(1024)  # in flight
 _PART_BYTES = gl.constexpr(64 << 10)  # that a program pushes at a time
 
 
@@ -31,7 +31,7 @@ def _copy(dst, src, row_bytes, rows, num_bytes):
 @gluon.jit
 def _copy_scales(dst, src, count):
     """Copy ``count`` scales from one address to another."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     for first in range(0, count, _SCALES):
         offs = first + gl.arange(0, _SCALES, layout=layout)
         scales = gl.load(pointer_to(src, tl.float32) + offs, mask=offs < count)
@@ -57,10 +57,11 @@ def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts
     if HAS_SIGNAL:
         if scales[0] is not None:
             if (part == 0) & (slice_id == 0):
+                ptr, offset, per_row = scales
                 first = chunk * chunk_rows
-                place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + scales[1] + first.to(tl.int64) * 4
-                of_chunk = scales[0].to(tl.int64) + first.to(tl.int64) * 4
-                _copy_scales(place, of_chunk, gl.minimum(chunk_rows, rows - first))
+                skipped = first.to(tl.int64) * per_row * 4
+                place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + offset + skipped
+                _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row)
         flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
         word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
         notify_if_last_arriver(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
@@ -76,7 +77,7 @@ def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, CO
     x: address of the shard
     shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
         of a slot)
-    scales: (pointer to the scales of the shard or None, their offset in a slot), without COPY_OWN
+    scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard

@@ -27,16 +27,19 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     NO_HALVES,
+    PROMOTE_REGISTERS,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.multiply import multiply_partition
+from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.dense.gemm_rs.specialized.partitions import (
     load_partition,
     place_of,
     scale_tile,
+    scales_of_step,
     scales_of_tile,
     send_partition,
 )
@@ -100,7 +103,7 @@ def gemm_rs_specialized_kernel(
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
     M_shard, N, K, plan, group_m, segment_rows,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr, W_IS_KN: gl.constexpr,
-    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
+    SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
@@ -110,7 +113,9 @@ def gemm_rs_specialized_kernel(
     desc1, desc2, ...: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N], for [1, HALF_M, HALF_N]
     ROWS: rows of a tile that are added at a time
     SPLIT: parts of a tile that are added as separate work items
-    X_STEP, W_STEP: 1 if each row of x or of the weight has a scale, 0 if all of it has one
+    SCALING: kind of scales, "row" or "block", or ""
+    X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
+    PROMOTE: see ``multiply_partition``
     """
     N = N // 16 * 16  # so that the compiler knows it
     me = rank(ctx)
@@ -122,18 +127,26 @@ def gemm_rs_specialized_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
-    memory = make_memory(x_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
+    memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
-    prepare: gl.constexpr = None if x_scale_ptr is None else scales_of_tile
-    scaled: gl.constexpr = no_epilogue if x_scale_ptr is None else scale_tile
-    epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, X_STEP, W_STEP
+    prepare: gl.constexpr = scales_of_tile if SCALING == "row" else None
+    scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
+    factors: gl.constexpr = scales_of_step if SCALING == "block" else None
+    x_step, w_step = (steps, steps) if SCALING == "block" else (X_STEP, W_STEP)
+    epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, x_step, w_step
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, epilogue, 0, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare)),
-            (multiply_partition, (memory, bars, steps, epilogue, 1, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare)),
+            (
+                multiply_partition,
+                (memory, bars, steps, epilogue, 0, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare, PROMOTE, factors),
+            ),
+            (
+                multiply_partition,
+                (memory, bars, steps, epilogue, 1, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare, PROMOTE, factors),
+            ),
             (
                 _add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
@@ -142,6 +155,6 @@ def gemm_rs_specialized_kernel(
             (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, RANKS)),
         ],
         WARPS.value,
-        REGISTERS.value,
+        PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,
     )
     finish(ctx)

@@ -26,7 +26,7 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.common.specialized.vectors import load_columns, load_rows, times_scales
+from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_rows, times_scales
 from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
@@ -88,7 +88,8 @@ def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile.
 
     place: (first row in x, first column, 0)
-    epilogue: (scales of x, rows of x, scales of the weight, columns, X_STEP, W_STEP)
+    epilogue: (scales of x, rows of x, scales of the weight, columns, X_STEP, W_STEP). The last two are the number of
+        scales of a row if these are block-wise
     """
     x_ptr, rows, w_ptr, columns, x_step, w_step = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1]
@@ -101,6 +102,16 @@ def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
     """Multiply half a tile by its scales."""
     of_rows, of_columns = prepared[1]
     return times_scales(half, of_rows, of_columns, side)
+
+
+@gluon.jit
+def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
+    """Load the block-wise scales of a step of K of a tile. Arguments as for ``scales_of_tile``."""
+    x_ptr, rows, w_ptr, columns, blocks, _ = epilogue
+    row, col = place[0] + WHICH * HALF_M, place[1]
+    left_ptr = w_ptr + col // HALF_N * blocks
+    right_ptr = left_ptr + gl.where(col + HALF_N < columns, blocks, 0)  # any scale, if the last half has no columns
+    return load_block_scales(x_ptr + row.to(gl.int64) * blocks, rows - row, left_ptr, right_ptr, blocks, step)
 
 
 # ---- send ----

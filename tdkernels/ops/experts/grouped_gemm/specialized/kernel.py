@@ -18,25 +18,35 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     HALF_N,
     HALF_ROWS,
+    PROMOTE_REGISTERS,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition, no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.multiply import multiply_partition
+from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import (
     load_partition,
     pass_swiglu,
     pass_swiglu_and_input,
     store_partition,
 )
+from tdkernels.ops.experts.grouped_gemm.specialized.scales import (
+    scale_tile,
+    scales_of_pair,
+    scales_of_pair_step,
+    scales_of_step,
+    scales_of_tile,
+)
 
 
 @gluon_jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
 def group_gemm_specialized_kernel(
-    x_desc, w_desc, splits_ptr, counter_ptr, y_ptr, y_desc, pre_ptr, pre_desc,
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, splits_ptr, counter_ptr, y_ptr, y_desc, pre_ptr, pre_desc,
     num_experts, R, N, K, group_m,
-    EXPERTS: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
+    EXPERTS: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "",
+    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
 ):
     """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, a multiple of 8.
 
@@ -45,6 +55,10 @@ def group_gemm_specialized_kernel(
     y_desc, pre_desc: [1, R, N] and [1, R, 2 * N], for [1, HALF_M, HALF_N] elements; pre_ptr and pre_desc may be None
     counter_ptr: an int32 zero, the work queue
     PAIR: SwiGLU, "swiglu"; ``pre_ptr``: where to store its input
+    x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None
+    SCALING: kind of scales, "row" or "block", or "". "block" with PAIR: N is a multiple of HALF_N
+    X_STEP, W_STEP, EXPERT_STEP: for "row", see ``GroupedProduct``
+    PROMOTE: see ``multiply_partition``
     """
     N = N // 8 * 8  # so that the compiler knows it
     KEEP: gl.constexpr = pre_ptr is not None
@@ -53,19 +67,37 @@ def group_gemm_specialized_kernel(
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = N, K, (N + width - 1) // width, group_m
     splits = splits_ptr, num_experts, R
-    memory = make_memory(x_desc.dtype, W_IS_KN, x_desc.dtype)
+    memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
     pass_tile: gl.constexpr = pass_swiglu_and_input if KEEP else (pass_swiglu if PAIR else pass_halves)
     passes: gl.constexpr = 3 if KEEP else (1 if PAIR else 2)
-    keep: gl.constexpr = no_epilogue
+    of_tile: gl.constexpr = scales_of_pair if PAIR else scales_of_tile
+    of_step: gl.constexpr = scales_of_pair_step if PAIR else scales_of_step
+    prepare: gl.constexpr = of_tile if SCALING == "row" else None
+    scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
+    factors: gl.constexpr = of_step if SCALING == "block" else None
+    epilogue = x_scale_ptr, R, w_scale_ptr, N, steps, X_STEP, W_STEP, EXPERT_STEP
+    registers: gl.constexpr = PROMOTE_REGISTERS if PROMOTE else REGISTERS
     operands, y, pre = (x_desc, w_desc), (y_ptr, y_desc), (pre_ptr, pre_desc)
     gl.warp_specialize(
         [
-            (multiply_partition, (memory, bars, steps, None, 0, HALF_ROWS, W_IS_KN, keep, pass_tile, passes)),
-            (multiply_partition, (memory, bars, steps, None, 1, HALF_ROWS, W_IS_KN, keep, pass_tile, passes)),
+            (
+                multiply_partition,
+                (
+                    memory, bars, steps, epilogue, 0, HALF_ROWS, W_IS_KN, scaled, pass_tile, passes, prepare, PROMOTE,
+                    factors,
+                ),
+            ),
+            (
+                multiply_partition,
+                (
+                    memory, bars, steps, epilogue, 1, HALF_ROWS, W_IS_KN, scaled, pass_tile, passes, prepare, PROMOTE,
+                    factors,
+                ),
+            ),
             (load_partition, (operands, memory, bars, splits, counter_ptr, problem, steps, EXPERTS, PAIR, W_IS_KN)),
             (store_partition, (memory, bars, y, pre, splits, problem, EXPERTS, PAIR, KEEP)),
         ],
         [WARPS.value[0], 1, 1],
-        [REGISTERS.value[0], REGISTERS.value[-1], REGISTERS.value[-1]],
+        [registers.value[0], registers.value[-1], registers.value[-1]],
     )

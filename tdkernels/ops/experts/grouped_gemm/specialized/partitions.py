@@ -28,7 +28,7 @@ from tdkernels.ops.common.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
-from tdkernels.ops.common.specialized.multiply import halves_of, pass_on
+from tdkernels.ops.common.specialized.output import pass_on
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.experts.grouped_gemm.swiglu import swiglu
 
@@ -120,19 +120,19 @@ def load_partition(
 
 
 @gluon.jit
-def pass_swiglu(memory, bars, acc, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
+def pass_swiglu(memory, bars, halves, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr):
     """Return (number of halves so far, SwiGLU of a tile whose halves are gate and up)."""
-    gate, up = halves_of(acc)
+    gate, up = EPILOGUE(halves[0], place, WHICH, 0, epilogue), EPILOGUE(halves[1], place, WHICH, 1, epilogue)
     return number, swiglu(gate, up).to(memory[2].dtype)
 
 
 @gluon.jit
 def pass_swiglu_and_input(
-    memory, bars, acc, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr
+    memory, bars, halves, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr
 ):
-    """Pass on gate and up. Return (number of halves so far, their SwiGLU)."""
+    """Pass on gate and up. Return (number of halves so far, their SwiGLU). There are no scales."""
     dtype: gl.constexpr = memory[2].dtype
-    gate, up = halves_of(acc)
+    gate, up = halves
     number = pass_on(memory, bars, gate.to(dtype), item, number, WHICH)
     number = pass_on(memory, bars, up.to(dtype), item, number, WHICH)
     return number, swiglu(gate, up).to(dtype)
