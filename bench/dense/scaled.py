@@ -9,6 +9,7 @@ All methods of a case run in turns, in CUDA graphs or with ``--eager``:
     bf16           the operator of tdkernels with bf16 operands of the same size
     tdkernels      the operator with scaled operands, with the selected config
     default        the operator with the heuristic config; also "default, plain", without warp specialization
+    parts          the pipelined form, which multiplies with torch._scaled_mm
     push 1, ...    the operator with the best configs of each kind by the cost model
 
 ``--solo W`` measures one rank of W on one GPU (see ``bench.dense.solo``). Rows are appended to a file in ``--out``.
@@ -149,11 +150,15 @@ def _exact(case, problem, operands):
 
 
 def _defaults(case, problem):
-    """Return {name: config}: the heuristic config, and the same without warp specialization."""
+    """Return {name: config}: the heuristic config, that without warp specialization, and the pipelined form."""
     tuned = tunable(case.operator)
     default = tuned.default(problem, rank_device())
-    plain = tuned.as_recorded(default)
-    return {"default": default} if plain == default else {"default": default, "default, plain": plain}
+    configs = {"default": default}
+    if getattr(default, "warp_specialize", False):
+        configs["default, plain"] = tuned.without_specialization(problem, rank_device())
+    if hasattr(default, "pieces") and not case.solo:
+        configs["parts"] = tuned.config_class(method="parts")
+    return configs
 
 
 def _configs(case, problem):

@@ -26,14 +26,13 @@ from bench.experts import grouped_gemm
 from bench.experts.grouped_gemm import Shape
 from tdkernels.launch import rank_device
 from tdkernels.ops.common.scaling import Scales, dequantize, multiplies_blocks, scaled_linear
-from tdkernels.ops.common.tile_config import default_tiles, scaled_tiles
-from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import swiglu_ref
 from tdkernels.runtime import gpu
 
 WHAT = "group_gemm_scaled"
 BF16 = "bf16"
-LAYOUTS = {"row": "scaled", "row fast": "scaled fast", "block": "scaled by block"}  # name here: layout of the tuner
+LAYOUTS = "row", "row fast", "block"
 # Relative Frobenius errors, as in bench.dense.scaled. With SwiGLU, at least twice that of plain torch in bf16.
 _LIMITS = {BF16: 4e-3, "row": 4e-3, "row fast": 2e-2, "block": 4e-3}
 _COLD_BYTES = 256 << 20  # total size of the fp8 operands that calls cycle through: several times any L2 cache
@@ -183,7 +182,7 @@ def _methods(case, plan, first):
     methods = {BF16: Method(BF16, BF16, lambda s: _bf16(s, activation), selected)}
     absent = {}
     for layout in LAYOUTS:
-        default = _default(case, layout)
+        default = _default(case, layout, first)
         configs, wrong = overridden(default, plan.overrides)
         absent |= {f"tdkernels {layout} {name}": reason for name, reason in wrong.items()}
         methods[f"tdkernels {layout}"] = Method("tdkernels", layout, _ours(layout, activation), default)
@@ -205,11 +204,11 @@ def _methods(case, plan, first):
     return methods, absent
 
 
-def _default(case, layout):
+def _default(case, layout, first):
     """Return the config that a call with scales and without a config uses."""
-    shape, device = case.shape, rank_device()
-    tiles = default_tiles(shape.rows // shape.experts, shape.n, _format(), device)
-    return GroupGemmConfig(tiles=scaled_tiles(tiles, LAYOUTS[layout], device))
+    x, w, scale_x, scale_w = _operands(layout, first)
+    kind, fast = layout.removesuffix(" fast"), layout.endswith(" fast")
+    return launch.config_for(x, w, None, case.shape.activation, Scales(scale_x, scale_w, kind, DTYPE, fast))
 
 
 def _bf16(s, activation):
