@@ -155,7 +155,7 @@ def _defaults(case, problem):
     default = tuned.default(problem, rank_device())
     configs = {"default": default}
     if getattr(default, "warp_specialize", False):
-        configs["default, plain"] = tuned.without_specialization(problem, rank_device())
+        configs["default, plain"] = tuned.as_recorded(default, problem, rank_device())
     if hasattr(default, "pieces") and not case.solo:
         configs["parts"] = tuned.config_class(method="parts")
     return configs

@@ -157,8 +157,8 @@ class Tunable(ABC):
         """Return whether ``trace`` can record a call with a config: whether it launches kernels that record events."""
         return self.compiled(config) is not None
 
-    def as_recorded(self, config: Any) -> Any:
-        """Return the config that runs instead of ``config`` while a trace is recorded."""
+    def as_recorded(self, config: Any, problem: "Problem", device: torch.device) -> Any:
+        """Return the config with which a trace of ``config`` is recorded. Some kernels do not record events."""
         return config
 
     def fallback(self, problem: "Problem", device: torch.device) -> Any:

@@ -48,7 +48,7 @@ def record_operator(
     world_size = group.size()
     tuned = tunable(operator)
     problem = Problem.on(device, operator, shape, dtype, layout or tuned.default_layout(dtype), world_size, world_size)
-    config = tuned.as_recorded(_config(problem, device, group, changes))
+    config = tuned.as_recorded(_config(problem, device, group, changes), problem, device)
     sets = [tuned.operands(problem, device, _generator(device, seed)) for seed in (0, 1)]
     sets = [tuned.prepared(operands, problem, group, config) for operands in sets]
 

@@ -97,13 +97,14 @@ def test_ag_gemm_in_fp8(dtype, bias):
     check(compile_for(*ag_gemm_launch(1, dtype, bias=bias), "sm_90"), [256, 128], 128, FP8_PRODUCT)
 
 
-@pytest.mark.parametrize("scaling, bias, w_dtype", [
-    ("row", False, E4M3), ("block", True, E5M2), pytest.param("block", False, E4M3, marks=thorough),
+@pytest.mark.parametrize("ranks, scaling, bias, w_dtype", [
+    (8, "row", False, E4M3), (2, "block", True, E5M2), pytest.param(8, "block", False, E4M3, marks=thorough),
+    pytest.param(4, "row", False, E5M2, marks=thorough),
 ])
-def test_gemm_rs_with_two_accumulators(scaling, bias, w_dtype):
-    compiled = compile_for(*gemm_rs_launch(8, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
+def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype):
+    compiled = compile_for(*gemm_rs_launch(ranks, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
     code = check_promoted(compiled, 2, 64)
-    check_loops(code, "GMMA", 4 if scaling == "block" else 0)
+    check_loops(code, "GMMA", 8 if scaling == "block" else 2)
 
 
 @pytest.mark.parametrize("scaling, bias", [
@@ -111,11 +112,14 @@ def test_gemm_rs_with_two_accumulators(scaling, bias, w_dtype):
     pytest.param("row", True, marks=thorough),
 ])
 def test_ag_gemm_with_two_accumulators(scaling, bias):
-    check_promoted(compile_for(*ag_gemm_launch(1, E4M3, bias=bias, scaling=scaling), "sm_90"), 3, 256)
+    code = check_promoted(compile_for(*ag_gemm_launch(1, E4M3, bias=bias, scaling=scaling), "sm_90"), 3, 256)
+    # Triton 3.7 spills more than 3.6 here, in one of the partitions.
+    check_loops(code, "GMMA", 32 if scaling == "block" else 4)
 
 
 @pytest.mark.parametrize("experts, activation, scaling", [
     (256, "swiglu", "block"), (32, None, "row"), pytest.param(8, "swiglu", "row", marks=thorough),
+    pytest.param(512, None, "block", marks=thorough),
     pytest.param(128, None, "block", marks=thorough),
 ])
 def test_group_gemm_with_two_accumulators(experts, activation, scaling):

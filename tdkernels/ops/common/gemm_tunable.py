@@ -118,7 +118,15 @@ class DenseTunable(ConfigTunable):
             return config
         if is_batch_invariant():
             return self._with_tiles(config, self.invariant(problem, device).tiles, problem, device)
-        return self._with_tiles(config, self.default(problem, device).tiles, problem, device)
+        return self._with_tiles(config, self._default_tiles(config, problem, device), problem, device)
+
+    def _default_tiles(self, config, problem, device):
+        """Return the default tile for a config of method "fused"."""
+        default = self.default_of(problem, device)
+        both_specialize = getattr(config, "warp_specialize", False) and getattr(default, "warp_specialize", False)
+        if is_scaled(problem) and both_specialize:
+            return specialized_tiles(default.tiles, problem.torch_dtype)
+        return self.plain_tiles(default.tiles, problem, device)
 
     def _with_tiles(self, config, tiles, problem, device):
         """Return the config with these tiles, or with fewer stages."""
@@ -146,17 +154,25 @@ class DenseTunable(ConfigTunable):
 
     def without_specialization(self, problem: "Problem", device: torch.device) -> Any:
         """Return the default config for scaled operands that the warp-specialized kernels do not support."""
-        config = self.as_recorded(self.default_of(problem, device))
+        config = self.default_of(problem, device, specializes=False)
         if hasattr(config, "pieces") and problem.num_nodes == 1 and self._prefers_torch_gemm(problem, device, False):
             return self.config_class(method="parts")
-        tiles = scaled_tiles(config.tiles, problem.layout, device)
-        return replace(config, tiles=with_wide_steps(tiles, problem.layout, device))
+        return replace(config, tiles=self.plain_tiles(config.tiles, problem, device))
+
+    def plain_tiles(self, tiles: Tiles, problem: "Problem", device: torch.device) -> Tiles:
+        """Return the tile of a kernel without warp specialization, given one for 16-bit or for specialized operands."""
+        if not is_scaled(problem):
+            return tiles
+        return with_wide_steps(scaled_tiles(tiles, problem.layout, device), problem.layout, device)
 
     def _prefers_torch_gemm(self, problem, device, specializes):
         return prefers_torch_gemm(problem, problem.shape[0], *self.operand_sizes(problem)[1:], device, specializes)
 
-    def default_of(self, problem: "Problem", device: torch.device) -> Any:
-        """Return the default config. For scaled operands its tiles are those of 16-bit operands."""
+    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> Any:
+        """Return the default config. For scaled operands its tiles are those of 16-bit operands.
+
+        ``specializes``: whether it may be one of a warp-specialized kernel, for scaled operands
+        """
         sizes = self.of_a_rank(problem)
         return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
 
@@ -173,7 +189,7 @@ class DenseTunable(ConfigTunable):
         not checked, because the GEMM is bound by reading the weight.
         """
         default = self.default(problem, device)
-        if device.type == "cpu" or problem.shape[0] <= _FEW_ROWS or config.method != "fused" or config.tiles is None:
+        if device.type == "cpu" or problem.shape[0] <= _FEW_ROWS or config.tiles is None or default.tiles is None:
             return True
         rows, n, _ = self.of_a_rank(problem)
         shards = problem.shape[0] // max(rows, 1)
@@ -299,7 +315,7 @@ def config_for(
     if not text:
         call = call_of(x, weight) if scales is None else (*call_of(x, weight), scales.key)
         config = select(operator, x, group, call, lambda: (*problem(), fields())).config
-        if scales is None or not _has_large_sums(config, scales):
+        if scales is None or not _needs_other_tiles(config, scales):
             return config
         found = problem_of(operator, *problem(), x, group)  # type: ignore[call-arg]
         return tunables.tunable(operator).without_specialization(found, x.device)  # type: ignore[attr-defined]
@@ -311,10 +327,11 @@ def config_for(
     return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)  # type: ignore[call-arg]
 
 
-def _has_large_sums(config, scales):
-    """Return whether a selected config needs the warp-specialized kernel, and the output has too many bytes for it.
+def _needs_other_tiles(config, scales):
+    """Return whether the tile of a selected config is too large because the output is fp32.
 
-    Its tile has too many elements for the other kernels if products are added to a second accumulator.
+    The warp-specialized kernel does not support such outputs, and the other kernels have no registers for its tile if
+    there is a second accumulator.
     """
     is_specialized = config.method == "fused" and getattr(config, "warp_specialize", False)
     return is_specialized and scales.out_dtype.itemsize > 2 and scales.layout != layout_of("row", True)

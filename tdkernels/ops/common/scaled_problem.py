@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # on 4 H200, ag_gemm on 8).
 _TORCH_FLOPS = 1.5e11
 # The same for the warp-specialized kernels with block-wise scales. Calls with 2.4e11 to 9.6e11 flops took 0.78 to 0.96
-# of the time of torch's GEMM, one with 1.9e12 flops 1.08 (4 H100). With row-wise scales all took less, 0.77 to 0.95.
+# of the time of the pipelined form, one with 1.9e12 flops 1.08 (4 H100). With row-wise scales all took less: 0.77 to
+# 0.95.
 _TORCH_FLOPS_BY_BLOCK = 1.2e12
 
 

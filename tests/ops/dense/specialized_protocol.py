@@ -395,8 +395,9 @@ class _Tile:
 
 def _read_product(x, weight):
     """Return (place of the rows, step, first column, columns, step of the weight)."""
-    desc, plane, row, k = x.value
     parts = weight.halves if isinstance(weight, Weight) else [weight]
+    assert all(operand.value is not None for operand in (x, *parts)), "operands are read before they have been loaded"
+    desc, plane, row, k = x.value
     (_, col, weight_k), *others = [part.value for part in parts]
     assert others in ([], [("weight", col + HALF_N, weight_k)]), (col, others)
     assert k % BLOCK_K == weight_k % BLOCK_K == 0

@@ -139,6 +139,11 @@ class AgGemmRun(Run):
         assert FOR_TMA and self._of_signal(number)[0] % 3 == source > 0
         self.schedule.until(lambda: self._of_signal(number) in self.arrived)
 
+    def _scales_of_step(self, place, step, which, epilogue):
+        item = place[0] // BLOCK_M
+        assert not item % 3 or (item, 0) in self.arrived, "scales are read before they arrive"
+        return super()._scales_of_step(place, step, which, epilogue)
+
     def _load(self, desc, at, bar, cell, pred=True):
         if desc != "weight" and desc.name == "gathered":
             _, row, k = at

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels import AgGemmConfig, Tiles
+from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common import gemm_tunable, scaled_problem
@@ -92,7 +92,8 @@ SCALES = Scales(torch.empty(256, 1), torch.empty(528, 1), "row", BF16, True)
     (False, X.bfloat16(), WEIGHT.bfloat16(), CONFIG, None),
     (False, X, WEIGHT, replace(CONFIG, tiles=Tiles(128, 256, 64)), SCALES),
     (False, X, WEIGHT, replace(CONFIG, warp_specialize=False), SCALES),
-    (True, X, WEIGHT.to(E5M2), CONFIG, SCALES),
+    (True, X, WEIGHT.to(E5M2), CONFIG, SCALES._replace(use_fast_accum=False)),
+    (False, X, WEIGHT.to(E5M2), CONFIG, SCALES),
     (False, X, WEIGHT.bfloat16(), CONFIG, SCALES),
     (False, X, WEIGHT.t().contiguous().t(), CONFIG, SCALES),
     (False, X, WEIGHT[:520], CONFIG, SCALES),
@@ -142,6 +143,30 @@ def test_large_problems_by_default(hopper, monkeypatch, operator, layout, n, spe
     problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape)
     config = tunable(operator).default(problem, torch.device("cuda", 0))
     assert (config.method, config.warp_specialize) == (("fused", True) if specialized else ("parts", False))
+
+
+@each_operator
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n, k", [(8192, 4096), (57344, 8192)])  # of the second, "parts" may be the default
+@pytest.mark.parametrize("specializes", [False, True])
+def test_tiles_of_a_given_config(hopper, monkeypatch, operator, layout, n, k, specializes):
+    """A config without tiles gets those of the kernel that it runs."""
+    monkeypatch.setattr(scaled_problem, "multiplies_blocks", lambda *_: True)
+    monkeypatch.setattr(gpu, "shared_memory_bytes", lambda device: 232448)
+    shape = (8192, n, k) if operator == "ag_gemm" else (8192, n // 4, 4 * k)
+    problem, device = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape), torch.device("cuda", 0)
+    given = AgGemmConfig() if operator == "ag_gemm" else GemmRsConfig(transport="direct")
+    config = tunable(operator).completed(replace(given, warp_specialize=specializes), problem, device)
+    assert config.tiles.block_n == (256 if specializes or layout == "scaled fast" else 128)
+    assert launch.is_enabled(config) or not specializes
+    assert tunable(operator).suits(config, problem, device)
+
+
+def test_defaults_of_the_other_kernel(hopper):
+    """Operands that the warp-specialized kernel does not support get the number of programs of the other one."""
+    problem = Problem("ag_gemm", "NVIDIA H200", 2, 2, "float8_e4m3fn", "scaled", (2048, 2048, 2048))
+    config = tunable("ag_gemm").without_specialization(problem, torch.device("cuda", 0))
+    assert (config.method, config.num_comm_sms, config.chunk_tiles) == ("fused", 8, 1)
 
 
 @each_operator

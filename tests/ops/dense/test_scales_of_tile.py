@@ -82,7 +82,7 @@ def check_ag_gemm(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of all shards, and of items that are the second half of a tile."""
     scales_of_tile = function(of_ag_gemm, "scales_of_tile", change)
     of_x = ME, Pointer(OWN), Address(DATA), ROWS, SLOT
-    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), x_step, w_step
+    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), STEPS, x_step, w_step
     tiles = [(source, m, col) for source in range(RANKS) for m in range(2) for col in (0, BLOCK_N, 3 * BLOCK_N, HALF_N)]
     for source, m, col in tiles:
         base = OWN if source == ME else DATA + source * SLOT
@@ -97,7 +97,7 @@ def check_ag_gemm(x_step, w_step, change=("", "")):
 def check_gemm_rs(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of x, which has the rows of all owners."""
     scales_of_tile = function(of_gemm_rs, "scales_of_tile", change)
-    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, x_step, w_step
+    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, x_step, w_step
     for row, col in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N)):
         for which in range(2):
             first = row + which * HALF_M
@@ -166,7 +166,7 @@ def test_errors_are_found(operator, change):
 def check_blocks_of_ag_gemm(change=("", "")):
     scales_of_step = function(of_ag_gemm, "scales_of_step", change)
     of_x = ME, Pointer(OWN), Address(DATA), ROWS, SLOT
-    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), STEPS, STEPS
+    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), STEPS, 0, 0
     for source, m, col, which in itertools.product(range(RANKS), range(2), (0, BLOCK_N, 3 * BLOCK_N, HALF_N), range(2)):
         base, first = OWN if source == ME else DATA + source * SLOT, m * BLOCK_M + which * HALF_M
         place = Number(m * BLOCK_M), col, 4 * source
@@ -175,7 +175,7 @@ def check_blocks_of_ag_gemm(change=("", "")):
 
 def check_blocks_of_gemm_rs(change=("", "")):
     scales_of_step = function(of_gemm_rs, "scales_of_step", change)
-    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, STEPS
+    epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, 0, 0
     for row, col, which in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N), range(2)):
         found = scales_of_step((Number(row), col, 0), 3, which, epilogue)
         check_step(found, OWN, row + which * HALF_M, RANKS * ROWS, WEIGHT, col, N)

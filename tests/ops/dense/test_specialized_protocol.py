@@ -108,8 +108,20 @@ OF_PROMOTION = {
 
 
 @pytest.mark.parametrize("mutant", OF_PROMOTION)
-def test_errors_with_two_accumulators_are_found(mutant):
-    _finds(lambda seed, source: GemmRsRun(seed, 3, 6, 2, source, promotes=True), OF_PROMOTION, mutant)
+@pytest.mark.parametrize("run", [
+    lambda seed, source: GemmRsRun(seed, 3, 6, 2, source, promotes=True),
+    lambda seed, source: AgGemmRun(seed, 4, 6, 2, source, promotes=True),
+    lambda seed, source: GroupGemmRun(seed, 5, 6, "swiglu", source, promotes=True),
+], ids=["gemm_rs", "ag_gemm", "group_gemm"])
+def test_errors_with_two_accumulators_are_found(mutant, run):
+    _finds(run, OF_PROMOTION, mutant)
+
+
+def test_scales_that_are_read_before_their_rows_arrive_are_found():
+    begin = "    factors = _load_factors(place, 0, epilogue, WHICH, FACTORS)\n"
+    early = "    _load_factors((place[0] + BLOCK_M, 0, 0), 0, epilogue, WHICH, FACTORS)\n"  # of the next item
+    mutants = {"early": (begin, begin + early)}
+    _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source, promotes=True), mutants, "early")
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)

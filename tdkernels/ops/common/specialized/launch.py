@@ -47,16 +47,31 @@ def supports(x: torch.Tensor, weight: torch.Tensor, config: Any, scales: Scales 
 
 def _supports_scaled(x, weight, scales):
     """Return whether the kernels support scaled operands: with K as the inner dimension, and outputs in 16 bits."""
-    return x.itemsize == weight.itemsize and weight.stride(1) == 1 and scales.out_dtype.itemsize == 2
+    return supports_formats(x, weight, scales) and weight.stride(1) == 1
+
+
+def supports_formats(x: torch.Tensor, weight: torch.Tensor, scales: Scales) -> bool:
+    """Return whether the kernels support the dtypes of scaled operands and of the output.
+
+    Different fp8 formats with fast accumulation were not tested.
+    """
+    same = x.dtype == weight.dtype or x.itemsize == weight.itemsize and promotes(scales)
+    return same and scales.out_dtype.itemsize == 2
+
+
+def promotes(scales: Scales) -> bool:
+    """Return whether each step of K is added to a second accumulator."""
+    return scales.kind == "block" or not scales.use_fast_accum
 
 
 def scale_constants(scales: Scales | None) -> dict[str, Any]:
     """Return the constants of a kernel for scaled operands."""
     if scales is None:
         return {}
+    by_row = scales.kind == "row"
     return {
-        "SCALING": scales.kind, "X_STEP": int(scales.x.numel() > 1), "W_STEP": int(scales.weight.numel() > 1),
-        "PROMOTE": scales.kind == "block" or not scales.use_fast_accum,
+        "SCALING": scales.kind, "X_STEP": int(by_row and scales.x.numel() > 1),
+        "W_STEP": int(by_row and scales.weight.numel() > 1), "PROMOTE": promotes(scales),
     }
 
 

@@ -34,7 +34,7 @@ NUM_BARRIERS = gl.constexpr(16)  # a power of two
 ITEM_WORDS = gl.constexpr(4)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
-FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 32]))  # of its product in fp8
+FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 32]))  # of a product in fp8
 NO_HALVES, HALF_COLUMNS, HALF_ROWS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # work items with odd numbers
 
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))

@@ -183,7 +183,8 @@ def multiply_partition(
     PASSES: number of halves
     PREPARE: None, or (place, WHICH, ``epilogue``) -> x, which runs during the main loop. EPILOGUE gets (epilogue, x)
     PROMOTE: whether each step is added to a second accumulator, see ``promote``; without W_IS_KN
-    FACTORS: None, or with PROMOTE: (place, step of K, WHICH, ``epilogue``) -> scales as of ``load_block_scales``
+    FACTORS: None, or with PROMOTE: (place, step of K, WHICH, ``epilogue``) -> the scales of the step, in the form that
+        ``load_block_scales`` returns
     """
     has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far

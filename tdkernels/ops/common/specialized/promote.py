@@ -1,7 +1,8 @@
 """Compute tiles of fp8 operands with a second accumulator, in the partitions of ``multiply``.
 
-The tensor cores of Hopper add products of fp8 with reduced precision. Here they add 128 elements of K, a step, which
-are then added to an accumulator in fp32. With block-wise scales they are multiplied by these first.
+The tensor cores of Hopper add products of fp8 with reduced precision. Here they sum one step, 128 elements of K. The
+partial sum is then added to an accumulator in fp32. With block-wise scales it is multiplied by the scales of the step
+first.
 
 The accumulator of HALF_M rows of a tile has 128 registers of a thread, so a step is multiplied in two products of
 HALF_N columns, one after the other, which share 64 registers. While one partition adds a product, the other one has the
@@ -41,7 +42,9 @@ def _step(
     memory, bars, sums, factors, turn, kept, WHICH: gl.constexpr, SIDES: gl.constexpr, FACTORS: gl.constexpr,
     PASS_KEPT: gl.constexpr,
 ):
-    """Add step number ``turn`` of K to the sums. Return (sums, number of halves so far).
+    """Add a step of K, number ``turn`` of all tiles, to the sums.
+
+    Return (first half and last half of the sums, number of halves of tiles so far).
 
     With PASS_KEPT the half that was kept is passed on while the last product runs. kept: (half, item, number of halves)
     """
@@ -80,8 +83,8 @@ def begin_promoted(
 ):
     """Multiply the first step of a tile, and pass on the half that was kept.
 
-    Return (sums, numbers of steps and of halves so far). The sums are those of the first HALF_N columns and, with SIDES
-    = 2, of the last ones.
+    Return (first half and last half of the sums, numbers of steps and of halves of tiles so far). With SIDES = 1 the
+    last half is zero.
     """
     turn, number, kept, kept_item = state
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, HALF_LAYOUT)

@@ -37,7 +37,7 @@ def load_columns(ptr, columns, step):
 
 @gluon.jit
 def load_block_scales(x_ptr, rows, left_ptr, right_ptr, blocks, step):
-    """Return block-wise scales of a step of K: (of HALF_M rows, of each half of the columns, as vectors of HALF_M).
+    """Return the block-wise scales of a step of K: vectors of HALF_M for the rows and for each half of the columns.
 
     x_ptr, rows: pointer to the scales of the first row, [rows, blocks], and number of rows that have scales
     left_ptr, right_ptr: pointers to the scales [blocks] of the weight for each half of the columns

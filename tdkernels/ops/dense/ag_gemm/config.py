@@ -56,10 +56,11 @@ class AgGemmConfig:
             "parts" uses.
         warp_specialize: Whether different warps of a program may load, multiply, store and push, with transport "push"
             or "copy_engine". They do so on Hopper and one node, for tiles of 128 x 256, operands that TMA can load, and
-            N / W a multiple of 16. Operands have 16 bits, and steps 64 elements of K. Or operands are fp8 with K as the
-            inner dimension, steps have 128 elements, outputs have 16 bits, and transport is "push". Programs that push
-            then also compute tiles, and ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is
-            recorded, another kernel runs, with at most 24 programs that push (8 for two ranks). Results are the same.
+            N / W a multiple of 16. Operands have 16 bits, and steps 64 elements of K. Alternatively operands are fp8
+            with K as the inner dimension, steps have 128 elements, outputs have 16 bits, and transport is "push".
+            Operands of different fp8 formats are not supported with fast accumulation. Programs that push then also
+            compute tiles, and ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded,
+            another kernel runs, with at most 24 programs that push (8 for two ranks). Results are the same.
     """
 
     method: str = "fused"

@@ -59,10 +59,10 @@ class AgGemmTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
-    def default_of(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
-        sizes = self.of_a_rank(problem)
+    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> AgGemmConfig:
+        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
         return ag_gemm_config.default_config(
-            *sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes, problem.layout
+            *sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes, layout
         )
 
     def invariant_config(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
@@ -70,10 +70,12 @@ class AgGemmTunable(dense.DenseTunable):
             return AgGemmConfig(num_comm_sms=2)
         return AgGemmConfig(num_comm_sms=ag_gemm_config.num_pushing(problem.world_size))
 
-    def as_recorded(self, config: AgGemmConfig) -> AgGemmConfig:
+    def as_recorded(self, config: AgGemmConfig, problem: "Problem", device: torch.device) -> AgGemmConfig:
         if not config.warp_specialize:
             return config
-        return replace(config, warp_specialize=False, num_comm_sms=min(config.num_comm_sms, AgGemmConfig.num_comm_sms))
+        num_comm, tiles = min(config.num_comm_sms, AgGemmConfig.num_comm_sms), config.tiles
+        tiles = None if tiles is None else self.plain_tiles(tiles, problem, device)
+        return replace(config, tiles=tiles, warp_specialize=False, num_comm_sms=num_comm)
 
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size

@@ -51,17 +51,19 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
-    def default_of(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
-        sizes = self.of_a_rank(problem)
-        return gemm_rs_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.layout)
+    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> GemmRsConfig:
+        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
+        return gemm_rs_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, layout)
 
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
         if problem.world_size > launch_direct.MAX_RANKS:
             reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
         return GemmRsConfig(transport="direct")
 
-    def as_recorded(self, config: GemmRsConfig) -> GemmRsConfig:
-        return replace(config, warp_specialize=False)
+    def as_recorded(self, config: GemmRsConfig, problem: "Problem", device: torch.device) -> GemmRsConfig:
+        if not config.warp_specialize or config.tiles is None:
+            return replace(config, warp_specialize=False)
+        return replace(config, tiles=self.plain_tiles(config.tiles, problem, device), warp_specialize=False)
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, k = self.of_a_rank(problem)

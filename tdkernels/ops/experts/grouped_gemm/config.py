@@ -23,8 +23,9 @@ class GroupGemmConfig:
             operands that TMA can load, weights of adjacent experts, N a multiple of 8, or of 16 with "swiglu", and
             without "swiglu_interleaved". Tiles are 128 x 256 x 64 for 16-bit operands. For weights that are stored as
             [K, N], K must be a multiple of 64. For fp8 operands tiles are 128 x 256 x 128, outputs have 16 bits, and
-            with block-wise scales and "swiglu" N / 2 is a multiple of 128. ``num_warps`` and ``num_stages`` are not
-            used then. Otherwise, and while a trace is recorded, the same config runs without it. Results are the same.
+            with block-wise scales and "swiglu" N / 2 is a multiple of 128. Without fast accumulation there are at most
+            512 experts, with it both operands have one format. ``num_warps`` and ``num_stages`` are not used then.
+            Otherwise, and while a trace is recorded, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"

@@ -133,17 +133,17 @@ def config_for(
     if config is not None and config.tiles is not None:
         return config
     rows, (experts, n, k) = x.shape[0], w.shape
-    if config is None and scales is None:
-        return default_config(rows, n, k, experts, x.dtype, x.device)
-    if config is None and scales is not None:
-        found = default_config(rows, n, k, experts, x.dtype, x.device, scales.layout)
-        found = replace(found, tiles=specialized_tiles(found.tiles, x.dtype))  # type: ignore[arg-type]
-        # Without the specialized kernel this tile may be too large, see ``scaled_tiles``.
-        if found.warp_specialize and _specializes(x, w, _layout(w, activation), activation, found, scales):
-            return found
-    tiles = default_tiles(rows // experts, n, x.dtype, x.device)
-    tiles = tiles if scales is None else scaled_tiles(tiles, scales.layout, x.device)
-    return replace(config or GroupGemmConfig(), tiles=tiles)
+    default = default_config(rows, n, k, experts, x.dtype, x.device, None if scales is None else scales.layout)
+    tiles: Any = default.tiles
+    if config is not None:
+        default = replace(config, tiles=tiles)
+    if scales is None:
+        return default
+    found = replace(default, tiles=specialized_tiles(tiles, x.dtype))
+    if found.warp_specialize and _specializes(x, w, _layout(w, activation), activation, found, scales):
+        return found
+    # The other kernel may have no registers for that tile.
+    return replace(default, tiles=scaled_tiles(tiles, scales.layout, x.device), warp_specialize=False)
 
 
 def product(

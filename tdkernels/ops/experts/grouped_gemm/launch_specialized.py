@@ -15,7 +15,8 @@ from tdkernels.runtime.gluon import descriptor, optional_kernel
 
 _BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
 _LEAST_EXPERTS = 32  # a group for each lane of a warp
-_MOST_EXPERTS = 1024  # for whose groups the threads of a warp have registers
+# Experts for whose groups the threads of a warp have registers; with two accumulators they have fewer.
+_MOST_EXPERTS, _MOST_EXPERTS_WITH_TWO_SUMS = 1024, 512
 
 
 @optional_kernel("group_gemm: the warp-specialized kernel")
@@ -50,9 +51,11 @@ def supports(
 
 def _supports_scaled(x, w, planes, n, scales):
     """Return whether the kernel supports scaled operands. ``n`` is the N of a plane."""
-    # Both planes of an expert begin with a block of scales.
+    if specialized.promotes(scales) and w.shape[0] > _MOST_EXPERTS_WITH_TWO_SUMS:
+        return False
+    # Each plane of an expert must start at a block boundary.
     has_whole_blocks = scales.kind != "block" or planes == w.shape[0] or n % BLOCK == 0
-    return x.itemsize == w.itemsize and scales.out_dtype.itemsize == 2 and has_whole_blocks
+    return specialized.supports_formats(x, w, scales) and has_whole_blocks
 
 
 def _output_descriptor(y):
@@ -87,8 +90,8 @@ def _scale_constants(scales, experts):
     """Return the constants for scaled operands. The scales of the weight may be one for each expert."""
     if scales is None:
         return {}
-    number = scales.weight.numel()
-    of_weight = {"W_STEP": int(number > experts), "EXPERT_STEP": int(number == experts > 1)}
+    number, by_row = scales.weight.numel(), scales.kind == "row"
+    of_weight = {"W_STEP": int(by_row and number > experts), "EXPERT_STEP": int(by_row and number == experts > 1)}
     return specialized.scale_constants(scales) | of_weight
 
 

@@ -1,8 +1,14 @@
 """The warp-specialized kernel of group_gemm with scaled fp8 operands, on Hopper."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tdkernels import GroupGemmConfig
+from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import on_hopper
 from tests.ops.experts.grouped_gemm import scaled_specialized_cases as cases
 from tests.ops.experts.grouped_gemm.scaled_cases import E4M3, E5M2
@@ -63,6 +69,23 @@ def test_repeats(scaling, fast):
 ])
 def test_default(scaling, options, specialized):
     on_ranks(1, cases.selects_by_default, (scaling, scaling), specialized, **options)
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+@pytest.mark.parametrize("config", [None, GroupGemmConfig(warp_specialize=True), GroupGemmConfig()], ids=str)
+@pytest.mark.parametrize("kind, fast", [("row", True), ("row", False), ("block", False)])
+def test_config_without_tiles(monkeypatch, kind, fast, config, is_supported):
+    """The tile of the warp-specialized kernel is selected only if that kernel runs."""
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(launch, "_specializes", lambda *_: is_supported)
+    monkeypatch.setattr(launch, "_layout", lambda w, activation: None)
+    x = SimpleNamespace(shape=(8192, 512), dtype=E4M3, device=torch.device("cuda", 0))
+    scales = Scales(None, None, kind, BF16, fast)
+    found = launch.config_for(x, SimpleNamespace(shape=(8, 1024, 512)), config, None, scales)
+    expected = is_supported and (config is None or config.warp_specialize)
+    assert found.warp_specialize is expected
+    assert (found.tiles.block_n, found.tiles.block_k) == (256 if expected or fast else 128, 128)
 
 
 @on_hopper

@@ -122,8 +122,7 @@ def ag_gemm_specialized_kernel(
     y_descs = y_desc, y_desc_2, y_desc_3
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     of_x = me, x_scale_ptr, data_at(ctx, half, me) + scales_offset, M_shard, slot_bytes
-    x_step, w_step = (steps, steps) if SCALING == "block" else (X_STEP, W_STEP)
-    epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, x_step, w_step
+    epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, steps, X_STEP, W_STEP
     prepare: gl.constexpr = scales_of_tile if SCALING == "row" else (bias_of_tile if HAS_BIAS else None)
     finish_half: gl.constexpr = scale_tile if SCALING == "row" else (add_bias if HAS_BIAS else no_epilogue)
     factors: gl.constexpr = scales_of_step if SCALING == "block" else None

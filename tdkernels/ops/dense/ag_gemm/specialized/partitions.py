@@ -182,11 +182,10 @@ def _scales_of_shard(source, of_x):
 def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile, whose first slice has arrived, and the bias, if there is one.
 
-    epilogue: (weights, pointers to the biases, of_x, scales of the weight, X_STEP, W_STEP), with one weight. The last
-        two are the number of scales of a row if these are block-wise
+    epilogue: (weights, pointers to the biases, of_x, scales of the weight, steps of K, X_STEP, W_STEP), with one weight
     of_x: (rank, scales of its rows, address of those in the first slot, rows of a shard, bytes of a slot)
     """
-    weights, bias_ptrs, of_x, w_ptr, x_step, w_step = epilogue
+    weights, bias_ptrs, of_x, w_ptr, _, x_step, w_step = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1]
     of_rows = load_rows(_scales_of_shard(place[2] // 4, of_x) + row * x_step, of_x[3] - row, x_step)
     of_columns = load_columns(w_ptr + col * w_step, weights[2] - col, w_step)
@@ -206,7 +205,7 @@ def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
 @gluon.jit
 def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
     """Load the block-wise scales of a step of K of a tile, whose first slice has arrived. ``epilogue``: as before."""
-    weights, _, of_x, w_ptr, blocks, _ = epilogue
+    weights, _, of_x, w_ptr, blocks, _, _ = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1]
     x_ptr = _scales_of_shard(place[2] // 4, of_x) + row.to(gl.int64) * blocks
     left_ptr = w_ptr + col // HALF_N * blocks

@@ -134,8 +134,7 @@ def gemm_rs_specialized_kernel(
     prepare: gl.constexpr = scales_of_tile if SCALING == "row" else None
     scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
     factors: gl.constexpr = scales_of_step if SCALING == "block" else None
-    x_step, w_step = (steps, steps) if SCALING == "block" else (X_STEP, W_STEP)
-    epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, x_step, w_step
+    epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, steps, X_STEP, W_STEP
     halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [

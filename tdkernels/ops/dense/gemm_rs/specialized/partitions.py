@@ -88,10 +88,9 @@ def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile.
 
     place: (first row in x, first column, 0)
-    epilogue: (scales of x, rows of x, scales of the weight, columns, X_STEP, W_STEP). The last two are the number of
-        scales of a row if these are block-wise
+    epilogue: (scales of x, rows of x, scales of the weight, columns, steps of K, X_STEP, W_STEP)
     """
-    x_ptr, rows, w_ptr, columns, x_step, w_step = epilogue
+    x_ptr, rows, w_ptr, columns, _, x_step, w_step = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1]
     of_rows = load_rows(x_ptr + row * x_step, rows - row, x_step)
     return of_rows, load_columns(w_ptr + col * w_step, columns - col, w_step)
@@ -107,7 +106,7 @@ def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
 @gluon.jit
 def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
     """Load the block-wise scales of a step of K of a tile. Arguments as for ``scales_of_tile``."""
-    x_ptr, rows, w_ptr, columns, blocks, _ = epilogue
+    x_ptr, rows, w_ptr, columns, blocks, _, _ = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1]
     left_ptr = w_ptr + col // HALF_N * blocks
     right_ptr = left_ptr + gl.where(col + HALF_N < columns, blocks, 0)  # any scale, if the last half has no columns

@@ -130,9 +130,9 @@ def pass_swiglu(memory, bars, halves, item, place, number, epilogue, WHICH: gl.c
 def pass_swiglu_and_input(
     memory, bars, halves, item, place, number, epilogue, WHICH: gl.constexpr, EPILOGUE: gl.constexpr
 ):
-    """Pass on gate and up. Return (number of halves so far, their SwiGLU). There are no scales."""
+    """Pass on gate and up. Return (number of halves so far, their SwiGLU)."""
     dtype: gl.constexpr = memory[2].dtype
-    gate, up = halves
+    gate, up = EPILOGUE(halves[0], place, WHICH, 0, epilogue), EPILOGUE(halves[1], place, WHICH, 1, epilogue)
     number = pass_on(memory, bars, gate.to(dtype), item, number, WHICH)
     number = pass_on(memory, bars, up.to(dtype), item, number, WHICH)
     return number, swiglu(gate, up).to(dtype)

@@ -5,7 +5,7 @@ Arguments of several functions:
     place     (first row of the tile, tile column, expert)
     epilogue  (scales of x, rows of x, scales of w, N of a plane, steps of K, X_STEP, W_STEP, EXPERT_STEP)
 
-An expert has one plane, or a pair of them, gate and up, of which a tile has HALF_N columns each.
+An expert has one plane, or a pair of planes, gate and up. A tile of a pair has HALF_N columns of each.
 """
 
 from triton.experimental import gluon
