@@ -122,9 +122,10 @@ class DenseTunable(ConfigTunable):
 
     def _default_tiles(self, config, problem, device):
         """Return the default tile for a config of method "fused"."""
-        default = self.default_of(problem, device)
-        both_specialize = getattr(config, "warp_specialize", False) and getattr(default, "warp_specialize", False)
-        if is_scaled(problem) and both_specialize:
+        if not is_scaled(problem):
+            return self.default(problem, device).tiles
+        default = self.default_of(problem, device)  # whose method is not "parts"
+        if getattr(config, "warp_specialize", False) and getattr(default, "warp_specialize", False):
             return specialized_tiles(default.tiles, problem.torch_dtype)
         return self.plain_tiles(default.tiles, problem, device)
 

@@ -133,17 +133,18 @@ def config_for(
     if config is not None and config.tiles is not None:
         return config
     rows, (experts, n, k) = x.shape[0], w.shape
-    default = default_config(rows, n, k, experts, x.dtype, x.device, None if scales is None else scales.layout)
-    tiles: Any = default.tiles
     if config is not None:
-        default = replace(config, tiles=tiles)
+        config = replace(config, tiles=default_tiles(rows // experts, n, x.dtype, x.device))
+    else:
+        config = default_config(rows, n, k, experts, x.dtype, x.device, None if scales is None else scales.layout)
     if scales is None:
-        return default
-    found = replace(default, tiles=specialized_tiles(tiles, x.dtype))
+        return config
+    tiles: Any = config.tiles
+    found = replace(config, tiles=specialized_tiles(tiles, x.dtype))
     if found.warp_specialize and _specializes(x, w, _layout(w, activation), activation, found, scales):
         return found
     # The other kernel may have no registers for that tile.
-    return replace(default, tiles=scaled_tiles(tiles, scales.layout, x.device), warp_specialize=False)
+    return replace(config, tiles=scaled_tiles(tiles, scales.layout, x.device), warp_specialize=False)
 
 
 def product(
