@@ -63,6 +63,13 @@ def times_scales(half, of_rows, of_columns, side: gl.constexpr):
 
 
 @gluon.jit
+def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
+    """Multiply half a tile by its scales: an EPILOGUE, if PREPARE returns (scales of the rows, of the columns)."""
+    of_rows, of_columns = prepared[1]
+    return times_scales(half, of_rows, of_columns, side)
+
+
+@gluon.jit
 def plus_bias(half, bias, side: gl.constexpr):
     """Return HALF_M rows of half a tile plus the bias of its columns."""
     return gl.convert_layout(half, HALF_LAYOUT, assert_trivial=True) + _of_half(bias, side)

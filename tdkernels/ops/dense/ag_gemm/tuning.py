@@ -73,9 +73,8 @@ class AgGemmTunable(dense.DenseTunable):
     def as_recorded(self, config: AgGemmConfig, problem: "Problem", device: torch.device) -> AgGemmConfig:
         if not config.warp_specialize:
             return config
-        num_comm, tiles = min(config.num_comm_sms, AgGemmConfig.num_comm_sms), config.tiles
-        tiles = None if tiles is None else self.plain_tiles(tiles, problem, device)
-        return replace(config, tiles=tiles, warp_specialize=False, num_comm_sms=num_comm)
+        num_comm = min(config.num_comm_sms, AgGemmConfig.num_comm_sms)
+        return replace(super().as_recorded(config, problem, device), num_comm_sms=num_comm)
 
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size

@@ -1,6 +1,5 @@
 """Tunable of gemm_rs: problems, search space and cost model."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,11 +58,6 @@ class GemmRsTunable(dense.DenseTunable):
         if problem.world_size > launch_direct.MAX_RANKS:
             reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
         return GemmRsConfig(transport="direct")
-
-    def as_recorded(self, config: GemmRsConfig, problem: "Problem", device: torch.device) -> GemmRsConfig:
-        if not config.warp_specialize or config.tiles is None:
-            return replace(config, warp_specialize=False)
-        return replace(config, tiles=self.plain_tiles(config.tiles, problem, device), warp_specialize=False)
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, k = self.of_a_rank(problem)

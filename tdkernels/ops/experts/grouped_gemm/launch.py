@@ -107,10 +107,10 @@ def _scaling_constants(w, scales, product, n):
     if scales.kind == "block":
         # Tiles of the second plane begin at row N of the expert's weight.
         return {"scaling": "block", "crosses_blocks": product.pair and n % min(product.block_n, BLOCK) > 0}
-    number = scales.weight.numel()
+    step, expert_step = launch_specialized.weight_scale_steps(scales, w.shape[0])
     return {
-        "scaling": "row", "x_scale_step": int(scales.x.numel() > 1), "w_scale_step": int(number > w.shape[0]),
-        "expert_scale_step": int(number == w.shape[0] > 1),
+        "scaling": "row", "x_scale_step": int(scales.x.numel() > 1), "w_scale_step": step,
+        "expert_scale_step": expert_step,
         "imprecise_k": None if scales.use_fast_accum else product.block_k,
     }
 

@@ -90,9 +90,14 @@ def _scale_constants(scales, experts):
     """Return the constants for scaled operands. The scales of the weight may be one for each expert."""
     if scales is None:
         return {}
+    step, expert_step = weight_scale_steps(scales, experts)
+    return specialized.scale_constants(scales) | {"W_STEP": step, "EXPERT_STEP": expert_step}
+
+
+def weight_scale_steps(scales: Scales, experts: int) -> tuple[int, int]:
+    """Return ``w_scale_step`` and ``expert_scale_step`` of ``GroupedProduct``."""
     number, by_row = scales.weight.numel(), scales.kind == "row"
-    of_weight = {"W_STEP": int(by_row and number > experts), "EXPERT_STEP": int(by_row and number == experts > 1)}
-    return specialized.scale_constants(scales) | of_weight
+    return int(by_row and number > experts), int(by_row and number == experts > 1)
 
 
 def num_programs(rows: int, experts: int, layout: tuple[int, int, list[int], bool], device: torch.device) -> int:

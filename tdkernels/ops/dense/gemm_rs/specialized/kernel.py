@@ -35,10 +35,10 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.multiply import multiply_partition
 from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.vectors import scale_tile
 from tdkernels.ops.dense.gemm_rs.specialized.partitions import (
     load_partition,
     place_of,
-    scale_tile,
     scales_of_step,
     scales_of_tile,
     send_partition,

@@ -26,7 +26,7 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_rows, times_scales
+from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_rows
 from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
@@ -94,13 +94,6 @@ def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     row, col = place[0] + WHICH * HALF_M, place[1]
     of_rows = load_rows(x_ptr + row * x_step, rows - row, x_step)
     return of_rows, load_columns(w_ptr + col * w_step, columns - col, w_step)
-
-
-@gluon.jit
-def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
-    """Multiply half a tile by its scales."""
-    of_rows, of_columns = prepared[1]
-    return times_scales(half, of_rows, of_columns, side)
 
 
 @gluon.jit

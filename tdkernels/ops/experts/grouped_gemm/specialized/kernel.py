@@ -26,6 +26,7 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.multiply import multiply_partition
 from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.vectors import scale_tile
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import (
     load_partition,
     pass_swiglu,
@@ -33,7 +34,6 @@ from tdkernels.ops.experts.grouped_gemm.specialized.partitions import (
     store_partition,
 )
 from tdkernels.ops.experts.grouped_gemm.specialized.scales import (
-    scale_tile,
     scales_of_pair,
     scales_of_pair_step,
     scales_of_step,

@@ -12,13 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.ops.common.specialized.layout import BLOCK_N, HALF_M, HALF_N
-from tdkernels.ops.common.specialized.vectors import (
-    load_block_scales,
-    load_columns,
-    load_half_columns,
-    load_rows,
-    times_scales,
-)
+from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_half_columns, load_rows
 
 # ---- row-wise and tensor-wise scales ----
 
@@ -48,13 +42,6 @@ def scales_of_pair(place, WHICH: gl.constexpr, epilogue):
     w_ptr += place[2].to(gl.int64) * (2 * N * step + expert_step) + col * step
     gate, up = load_half_columns(w_ptr, N - col, step), load_half_columns(w_ptr + N * step, N - col, step)
     return _scales_of_rows(place, WHICH, epilogue), (gate, up)
-
-
-@gluon.jit
-def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
-    """Multiply half a tile by its scales."""
-    of_rows, of_columns = prepared[1]
-    return times_scales(half, of_rows, of_columns, side)
 
 
 # ---- block-wise scales ----
