@@ -9,13 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import STATE_TICKETS, _state, num_ranks, rank, symm_at
+from tdkernels.lang.failure_record import failed
 from tdkernels.lang.kernel import jit
 from tdkernels.lang.memory import fence_before_tma_load
 from tdkernels.lang.signals import _wait_each, _wide
 
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_TWO_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
-_THREADS = gl.constexpr(64)  # of two warps
+
+
+@gluon.jit
+def _threads(WARPS: gl.constexpr):
+    """Return the index of each thread of a partition."""
+    return gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
 
 
 @jit
@@ -68,10 +73,10 @@ def count_ready_by_warp(first_ptr, count, expected):
 
 
 @gluon.jit
-def wait_for_ranks(ctx, first_ptr, stride, expected):
-    """``wait_plan_all`` WITH_OWN, in a partition of two warps."""
-    peers = gl.arange(0, _THREADS, layout=_TWO_WARPS)
-    is_peer = peers < num_ranks(ctx)
+def wait_for_ranks(ctx, first_ptr, stride, expected, WARPS: gl.constexpr = 2, WITH_OWN: gl.constexpr = True):
+    """``wait_plan_all`` in a partition of WARPS warps, at least two."""
+    peers = _threads(WARPS)
+    is_peer = (peers < num_ranks(ctx)) & (WITH_OWN | (peers != rank(ctx)))
     # A thread without a peer reads a word of this rank: any value satisfies its wait.
     signal_ptrs = first_ptr + gl.where(is_peer, peers, rank(ctx)).to(gl.int64) * stride
     _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
@@ -95,9 +100,39 @@ def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
         "=r,l,l,l,l,l,r,~{memory}",
         [
             flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value),
-            gl.arange(0, _THREADS, layout=_TWO_WARPS),
+            _threads(2),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def notify_by_warps(ctx, signal_ptr, stride, count, peer, value, WARPS: gl.constexpr):
+    """``notify`` with CHECK_FAILED for ``count`` signals at a distance of ``stride``, in a partition of WARPS warps.
+
+    ``count`` is at most the number of threads, and ``value`` is not 0.
+    """
+    partition_barrier()
+    there = gl.where(failed(ctx), 0, count)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred goes; .reg .b64 at; setp.lt.s32 goes, $5, $3; mad.wide.s32 at, $5, $4, $1;"
+        " @goes st.release.sys.global.b64 [at], $2; mov.b32 $0, 0; }",
+        "=r,l,l,r,r,r,~{memory}",
+        [symm_at(ctx, signal_ptr, peer), _wide(value), there, 8 * stride, _threads(WARPS)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def add_release_by_warps(ptr, WARPS: gl.constexpr):
+    """Add 1 to a 64-bit word of this GPU with release order, after all earlier stores of a partition of WARPS warps.
+
+    For TMA stores, ``await_tma_stores`` comes first.
+    """
+    partition_barrier()
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; setp.eq.u32 first, $2, 0; @first red.release.gpu.global.add.u64 [$1], 1; mov.b32 $0, 0; }",
+        "=r,l,r,~{memory}", [ptr, _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
     )
 
 
@@ -135,17 +170,22 @@ def item_of_warp(answer):
 
 
 @gluon.jit
-def request_by_warps(ctx, QUEUE: gl.constexpr):
-    """``fetch_work_item`` in a partition of two warps; ``item_of_warps`` returns the number."""
+def request_number_by_warps(counter_ptr, WARPS: gl.constexpr):
+    """``request_number`` in a partition of WARPS warps; ``item_of_warps`` returns the number."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), gl.arange(0, _THREADS, layout=_TWO_WARPS)], dtype=gl.int32,
-        is_pure=False, pack=1,
+        "=r,l,r,~{memory}", [counter_ptr, _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
     )
 
 
 @gluon.jit
+def request_by_warps(ctx, QUEUE: gl.constexpr, WARPS: gl.constexpr = 2):
+    """``fetch_work_item`` in a partition of WARPS warps; ``item_of_warps`` returns the number."""
+    return request_number_by_warps(_counter(ctx, QUEUE), WARPS)
+
+
+@gluon.jit
 def item_of_warps(answer):
-    """Return the number that ``request_by_warps`` requested, in all threads."""
+    """Return the number that ``request_by_warps`` or ``request_number_by_warps`` requested, in all threads."""
     return gl.max(answer, 0)

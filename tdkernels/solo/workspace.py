@@ -10,10 +10,15 @@ from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
 # Workspaces whose data and signals consist of W equal slots.
-NAMES = "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gather", "scatter"
+NAMES = (
+    "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gather", "scatter", "all_gather", "moe_ag_gemm",
+    "moe_gemm_rs",
+)
+# Workspaces of kernels that neither send nor wait.
+_LOCAL = ("moe_route",)
 
 # What is sent does not have to be computed first.
-_SENT_FROM_THE_BEGINNING = "ag_gemm", "ag_gemm one shot", "gather"
+_SENT_FROM_THE_BEGINNING = "ag_gemm", "ag_gemm one shot", "gather", "all_gather", "moe_ag_gemm"
 
 _ARRIVED = 1 << 60  # above every signal
 
@@ -53,7 +58,8 @@ class SoloWorkspace(Workspace):
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
-        if name not in NAMES:
+        self._is_local = name in _LOCAL
+        if name not in NAMES and not self._is_local:
             raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(NAMES)}")
         super().__init__(state, device, name, halves, across_nodes)
         self._views, self._captured_views = {}, []
@@ -76,6 +82,8 @@ class SoloWorkspace(Workspace):
 
     def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
         plan = super().prepare(operator, fields, half_bytes, half_signals, num_flags)
+        if self._is_local:
+            return plan
         if plan not in self._views:
             self._views[plan] = self._view(operator, half_bytes, half_signals)
         self.buffer, self.ctx, self.launches, self._relay = self._views[plan]
@@ -102,6 +110,8 @@ class SoloWorkspace(Workspace):
 
     def before_launch(self) -> torch.cuda.Stream | None:
         stream = super().before_launch()
+        if self._is_local:
+            return stream
         if self._relay.is_ready:
             self._relay.start()
         else:  # the peers' signals have arrived before the kernel runs
@@ -109,6 +119,9 @@ class SoloWorkspace(Workspace):
         return stream
 
     def after_launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        if self._is_local:
+            super().after_launch(stream)
+            return
         if self._relay.is_ready:
             self._relay.join()
         else:

@@ -1,8 +1,10 @@
 """Launches of the warp-specialized kernels."""
 
+from types import SimpleNamespace
+
 import torch
 
-from tdkernels import AgGemmConfig, GroupGemmConfig, Tiles
+from tdkernels import AgGemmConfig, GroupGemmConfig, MoeTpConfig, Tiles
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
@@ -11,6 +13,10 @@ from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_k
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as launch_group_gemm
 from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
+from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
+from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched, piece_of
+from tdkernels.ops.experts.tp_moe.specialized.kernel_ag_gemm import moe_ag_gemm_specialized_kernel
+from tdkernels.ops.experts.tp_moe.specialized.kernel_gemm_rs import moe_gemm_rs_specialized_kernel
 from tests.support.aot import PLAN
 
 TILES = Tiles(128, 256, 64, num_stages=3)
@@ -69,10 +75,50 @@ def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False
     scales, out = _scales(dtype, ROWS, scaling, (experts,))
     x = torch.empty(ROWS, K, dtype=dtype)
     w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
-    layout = grouped_gemm._layout(w, activation)
+    layout = grouped_gemm.memory_layout(w, activation)
     y, pre = torch.empty(ROWS, layout[1], dtype=out), torch.empty(ROWS, N, dtype=out) if keep else None
     splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     config = GroupGemmConfig(tiles=TILES)
     args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config, scales)
     assert constants["W_IS_KN"] == w_is_kn
     return group_gemm_specialized_kernel, args, constants
+
+
+def _moe_operands(ranks, experts, choices, dtype, w_is_kn, scaling):
+    """Return (a stand-in for a MoeRouting, weight, scales or None, dtype of the output, two tensors of integers)."""
+    scales, out = _scales(dtype, ranks * ROWS * choices, scaling, (experts,))
+    w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
+    routing = SimpleNamespace(
+        world_size=ranks, tokens=ROWS, slot_rows=ROWS, num_choices=choices, chunk_rows=256, num_stages=3
+    )
+    return routing, w, scales, out, torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int64)
+
+
+def moe_ag_gemm_launch(choices, dtype, activation=None, w_is_kn=False, keep=False, scaling="fast"):
+    """Return (kernel, args, kwargs) for 8 experts and 4 ranks."""
+    routing, w, scales, out, numbers, words = _moe_operands(4, 8, choices, dtype, w_is_kn, scaling)
+    rows, width = 4 * ROWS * choices, grouped_gemm.memory_layout(w, activation)[1]
+    made = Launched(
+        torch.empty(rows, width, dtype=out), torch.empty(rows, N, dtype=out) if keep else None,
+        torch.empty(rows, K, dtype=dtype),
+    )
+    routed = numbers, torch.empty(rows, dtype=torch.int32), numbers, numbers
+    args, constants = launch_tp_moe.ag_gemm_arguments(
+        words, torch.empty(ROWS, K, dtype=dtype), w, routing, routed, made, words, PLAN, 64, MoeTpConfig(tiles=TILES),
+        activation, scales,
+    )
+    assert constants["W_IS_KN"] == w_is_kn
+    return moe_ag_gemm_specialized_kernel, args, constants
+
+
+def moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn=False, weighted=True, scaling="fast"):
+    """Return (kernel, args, kwargs) for 8 experts."""
+    routing, w, scales, out, numbers, words = _moe_operands(ranks, 8, choices, dtype, w_is_kn, scaling)
+    rows = ranks * ROWS * choices
+    args, constants = launch_tp_moe.gemm_rs_arguments(
+        words, torch.empty(rows, K, dtype=dtype), w, routing, (numbers, numbers, numbers),
+        torch.empty(64) if weighted else None, words, torch.empty(rows, N, dtype=out),
+        torch.empty(ROWS, N, dtype=out), PLAN, piece_of(N, routing), MoeTpConfig(tiles=TILES), scales,
+    )
+    assert constants["W_IS_KN"] == w_is_kn
+    return moe_gemm_rs_specialized_kernel, args, constants

@@ -6,7 +6,15 @@ import pytest
 
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import compile_gemm
-from tests.compiled.specialized import E4M3, E5M2, ag_gemm_launch, gemm_rs_launch, group_gemm_launch
+from tests.compiled.specialized import (
+    E4M3,
+    E5M2,
+    ag_gemm_launch,
+    gemm_rs_launch,
+    group_gemm_launch,
+    moe_ag_gemm_launch,
+    moe_gemm_rs_launch,
+)
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, compile_for, machine_code, product_loops, unwritten
 from tests.support.simulated_nodes import thorough
@@ -16,10 +24,11 @@ FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"(LDG|STG)\.E\.128"
 
 
-def check(compiled, loops, most_stack, product="HGMMA.64x{}x16"):
+def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
     """Check the machine code of a kernel whose two partitions have a main loop for each number of columns. Return it.
 
     most_stack: bytes that a thread may spill, of values that are needed once per tile
+    most_spills: instructions of a main loop that may spill
     """
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     ptx = compiled.asm["ptx"]
@@ -34,7 +43,7 @@ def check(compiled, loops, most_stack, product="HGMMA.64x{}x16"):
     assert text.count("WARPGROUP.DEPBAR") == 4 * 2 * len(loops)  # otherwise ptxas serializes the products
     assert "ldmatrix" not in ptx and "mma.sync" not in ptx
     assert stack <= most_stack
-    check_loops(code, "GMMA")
+    check_loops(code, "GMMA", most_spills)
     return code
 
 
@@ -142,6 +151,52 @@ def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
     check(compile_for(*launch, "sm_90"), [256], 16)
 
 
+@pytest.mark.parametrize("choices, dtype, activation, w_is_kn, keep", [
+    (2, BF16, "swiglu", False, True), (1, FP16, None, True, False),
+    pytest.param(8, BF16, "swiglu", False, False, marks=thorough),
+], ids=str)
+def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
+    code = check(compile_for(*moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep), "sm_90"), [256], 128)
+    # 16 bytes of a thread at a time, which go to a row of each choice.
+    stores = [text for _, text in code if re.search(r"STG\.E\.128", text)]
+    assert len(stores) >= 4 * 8 * choices
+
+
+@pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted", [
+    (8, 2, BF16, False, True), (2, 1, FP16, True, False), pytest.param(4, 8, BF16, False, True, marks=thorough),
+], ids=str)
+def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
+    launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted)
+    check(compile_for(*launch, "sm_90"), [256], 128, most_spills=4)
+
+
+@pytest.mark.parametrize("launch, loops, most_spills", [
+    (lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4),
+    (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24),
+], ids=["moe_ag_gemm", "moe_gemm_rs"])
+def test_tp_moe_with_two_accumulators(launch, loops, most_spills):
+    check_loops(check_promoted(compile_for(*launch(), "sm_90"), loops, 192), "GMMA", most_spills)
+
+
+def test_sums_follow_their_tiles():
+    """A tile is counted after the wait for all TMA stores of the same warp, and a barrier of the warp."""
+    ptx = compile_for(*moe_gemm_rs_launch(2, 2, BF16), "sm_90").asm["ptx"]
+    (wait,) = re.finditer(r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async\.global;", ptx)
+    (count,) = re.finditer(r"@first red\.release\.gpu\.global\.add\.u64", ptx)
+    barrier = ptx.rindex("bar.warp.sync", 0, count.start())
+    assert wait.end() < barrier < count.start() and not re.search("bra|BB", ptx[barrier : count.start()])
+
+
+def test_copied_rows_are_acquired_before_they_are_loaded():
+    """The loads of a tile follow the acquire of the counter of its stage, and a fence of the async proxy."""
+    ptx = compile_for(*moe_ag_gemm_launch(2, BF16), "sm_90").asm["ptx"]
+    loads = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx)]
+    (fence,) = (found.start() for found in re.finditer(r"fence\.proxy\.async\.global;", ptx))
+    wait = max(found.start() for found in re.finditer("SPIN:", ptx) if found.start() < fence)
+    assert wait < fence < min(loads)
+
+
+
 def test_signals_follow_their_tiles():
     """A signal is released after the wait for all TMA stores of the same warp, and a fence of the async proxy."""
     ptx = compile_for(*gemm_rs_launch(2, BF16), "sm_90").asm["ptx"]
@@ -179,6 +234,7 @@ def test_rows_are_acquired_before_they_are_loaded():
 
 @pytest.mark.parametrize("launch", [
     lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16), lambda: group_gemm_launch(128, BF16),
+    lambda: moe_ag_gemm_launch(2, BF16), lambda: moe_gemm_rs_launch(2, 2, BF16),
 ])
 def test_barriers_are_those_of_a_partition(launch):
     """A barrier of all threads would wait for warps that never reach it."""

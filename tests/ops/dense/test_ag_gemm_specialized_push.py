@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tdkernels import AgGemmConfig, Tiles
+from tdkernels.ops.common.specialized import push
 from tdkernels.ops.dense.ag_gemm import launch_specialized
-from tdkernels.ops.dense.ag_gemm.specialized import push
 from tdkernels.rounding import cdiv
 from tests.ops.dense.specialized_protocol import Schedule
 

@@ -141,7 +141,7 @@ def config_for(
         return config
     tiles: Any = config.tiles
     found = replace(config, tiles=specialized_tiles(tiles, x.dtype))
-    if found.warp_specialize and _specializes(x, w, _layout(w, activation), activation, found, scales):
+    if found.warp_specialize and _specializes(x, w, memory_layout(w, activation), activation, found, scales):
         return found
     # The other kernel may have no registers for that tile.
     return replace(config, tiles=scaled_tiles(tiles, scales.layout, x.device), warp_specialize=False)
@@ -179,7 +179,7 @@ def linear_by_tree(
 
     def prepare(x, w, splits):
         y = output_spec(x, x.shape[0], w.shape[1], dtype=out_dtype)
-        args, constants = _arguments(x, w, _layout(w, None), splits, y, None, None, tiles, None)
+        args, constants = _arguments(x, w, memory_layout(w, None), splits, y, None, None, tiles, None)
         constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves)
         grid = (min(tiles.count(x.shape[0], w.shape[1]), gpu.resident_programs(x.device, tiles, x.dtype)),)
         return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), [y], [])
@@ -226,7 +226,7 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
         made.append(output_spec(x, rows, width, dtype=dtype))
     y, pre = made[0], made[1] if keep else None
     operands = x, w, splits, *gemm_operands.scale_operands(scales)
-    layout, config = _layout(w, activation), config_for(x, w, config, activation, scales)
+    layout, config = memory_layout(w, activation), config_for(x, w, config, activation, scales)
     if _specializes(x, w, layout, activation, config, scales):
         counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
         args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config, scales)
@@ -240,16 +240,27 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
 
 
-def _layout(w, activation):
+def memory_layout(w: torch.Tensor, activation: str | None) -> tuple[int, int, list[int], bool]:
     """Return (planes, N of a plane, strides of planes and rows, is_kn) of a weight that needs no copy."""
     _, *strides, is_kn = weight_layout(w, activation)
-    return *planes_of(w, activation), strides, is_kn
+    planes, n = planes_of(w, activation)
+    return planes, n, strides, is_kn
+
+
+def multiplies_specialized(
+    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
+    scales: Scales | None = None,
+) -> bool:
+    """Return whether a warp-specialized kernel multiplies these operands. ``layout`` is that of ``memory_layout``."""
+    _, _, (stride_plane, stride_w), is_kn = layout
+    fits = tma_fits(x.shape[1], w, stride_plane, stride_w, is_kn, config.tiles)
+    return launch_specialized.supports(x, w, layout, activation, config, fits, scales)
 
 
 def _specializes(x, w, layout, activation, config, scales=None):
-    """Return whether the warp-specialized kernel runs these operands."""
-    fits = tma_fits(x.shape[1], w, *layout[2], layout[3], config.tiles)
-    return launch_specialized.supports(x, w, layout, activation, config, fits, scales)
+    """Return whether the warp-specialized kernel of group_gemm runs these operands."""
+    has_registers = launch_specialized.has_registers(w.shape[0], scales)
+    return has_registers and multiplies_specialized(x, w, layout, activation, config, scales)
 
 
 def compile(
@@ -259,7 +270,7 @@ def compile(
     if x.device.type == "cpu":
         return  # interpreted
     x, w = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0]
-    layout, config = _layout(w, activation), config_for(x, w, config, activation)
+    layout, config = memory_layout(w, activation), config_for(x, w, config, activation)
     if _specializes(x, w, layout, activation, config):
         counter, y = splits.new_empty(1, dtype=torch.int32), x.new_empty(1, layout[1])
         args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, None, config)

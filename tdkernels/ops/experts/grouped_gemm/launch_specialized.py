@@ -30,7 +30,7 @@ def supports(
     x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
     fits_tma: bool, scales: Scales | None = None,
 ) -> bool:
-    """Return whether the kernel runs x [R, K] and a weight w.
+    """Return whether a warp-specialized kernel multiplies x [R, K] by a weight w.
 
     ``layout`` is (planes, N of a plane, strides of planes and rows, is_kn), see ``launch.weight_layout``. The planes
     must be adjacent, because they are read as one matrix. ``fits_tma``: the result of ``launch.tma_fits``.
@@ -42,23 +42,28 @@ def supports(
         return False
     if scales is not None and not _supports_scaled(x, w, planes, n, scales):
         return False
-    if n % 8 or w.shape[0] > _MOST_EXPERTS:
+    if n % 8:
         return False
     if planes > 1 and stride_plane != (k if is_kn else n) * stride_w or planes * max(n, k) >= 1 << 31:
         return False
     return recorder.active is None and triton_is_tested() and kernel() is not None
 
 
+def has_registers(experts: int, scales: Scales | None) -> bool:
+    """Return whether the threads of a warp of ``group_gemm`` have registers for the groups of all experts."""
+    has_two_sums = scales is not None and specialized.promotes(scales)
+    return experts <= (_MOST_EXPERTS_WITH_TWO_SUMS if has_two_sums else _MOST_EXPERTS)
+
+
 def _supports_scaled(x, w, planes, n, scales):
     """Return whether the kernel supports scaled operands. ``n`` is the N of a plane."""
-    if specialized.promotes(scales) and w.shape[0] > _MOST_EXPERTS_WITH_TWO_SUMS:
-        return False
     # Each plane of an expert must start at a block boundary.
     has_whole_blocks = scales.kind != "block" or planes == w.shape[0] or n % BLOCK == 0
     return specialized.supports_formats(x, w, scales) and has_whole_blocks
 
 
-def _output_descriptor(y):
+def output_descriptor(y: torch.Tensor) -> Any:
+    """Return the descriptor of an output [R, N] for a quarter of a tile."""
     return descriptor(y, [1, *y.shape], [y.numel(), y.shape[1], 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
 
 
@@ -70,23 +75,39 @@ def arguments(
 
     ``counter`` is an int32 zero.
     """
-    (planes, n, (_, stride_w), is_kn), (rows, k), experts = layout, x.shape, w.shape[0]
+    (rows, k), experts = x.shape, w.shape[0]
+    x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
+    operands = x_desc, weight_descriptor(w, layout), *scale_pointers(scales)
+    args = *operands, splits, counter, *outputs(y, pre), experts, rows, layout[1], k, config.tiles.group_m
+    experts_of_warp = max(next_power_of_2(experts), _LEAST_EXPERTS)
+    return args, {"EXPERTS": experts_of_warp, **product_constants(w, layout, scales)}
+
+
+def weight_descriptor(w: torch.Tensor, layout: tuple[int, int, list[int], bool]) -> Any:
+    """Return the descriptor of a weight, all of whose planes are one matrix. ``layout``: as for ``supports``."""
+    (planes, n, (_, stride_w), is_kn), k = layout, w.shape[2]
     block_k = STEP_BYTES // w.itemsize
     if is_kn:
-        w_desc = descriptor(w, [planes * k, n], [stride_w, 1], [block_k, _BLOCK_N // 2])
-    else:
-        w_desc = descriptor(w, [planes * n, k], [stride_w, 1], [_BLOCK_N // 2, block_k])
-    x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
-    of_pre = (None, None) if pre is None else (pre, _output_descriptor(pre))
-    args = x_desc, w_desc, *scale_pointers(scales), splits, counter, y, _output_descriptor(y), *of_pre
-    constants = {
-        "EXPERTS": max(next_power_of_2(experts), _LEAST_EXPERTS), "PAIR": planes > experts, "W_IS_KN": is_kn,
-        **_scale_constants(scales, experts), "num_warps": 4,
+        return descriptor(w, [planes * k, n], [stride_w, 1], [block_k, _BLOCK_N // 2])
+    return descriptor(w, [planes * n, k], [stride_w, 1], [_BLOCK_N // 2, block_k])
+
+
+def outputs(y: torch.Tensor, pre: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of a kernel for its output and for the input of SwiGLU, which may be None."""
+    return y, output_descriptor(y), *((None, None) if pre is None else (pre, output_descriptor(pre)))
+
+
+def product_constants(
+    w: torch.Tensor, layout: tuple[int, int, list[int], bool], scales: Scales | None
+) -> dict[str, Any]:
+    """Return the constants of a kernel for the products, and the launch options. ``layout``: as for ``supports``."""
+    experts = w.shape[0]
+    return {
+        "PAIR": layout[0] > experts, "W_IS_KN": layout[3], **scale_constants(scales, experts), "num_warps": 4,
     }
-    return (*args, experts, rows, n, k, config.tiles.group_m), constants
 
 
-def _scale_constants(scales, experts):
+def scale_constants(scales: Scales | None, experts: int) -> dict[str, Any]:
     """Return the constants for scaled operands. The scales of the weight may be one for each expert."""
     if scales is None:
         return {}

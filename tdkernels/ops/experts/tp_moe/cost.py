@@ -8,6 +8,8 @@ import torch
 
 from tdkernels.autotune.tunable import Floors
 from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import dispatch as grouped_gemm_dispatch
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, expert_ids, rows_by_expert, why_not_shared
@@ -75,6 +77,14 @@ class MoeTunable(ConfigTunable):
         width = self.weights(problem)[0][1]
         return tp_moe_config.default_config(tokens, choices, experts, width, problem.torch_dtype, device)
 
+    def _can_specialize(self, problem, device):
+        """Return whether the warp-specialized kernels support a problem with ``warp_specialize``."""
+        if problem.layout == "swiglu_interleaved" or self.name == "moe_ag_gemm" and problem.layout == "kn":
+            return False
+        weights = self.weights(problem)
+        fits = problem.layout != "kn" or all(k % LARGE.block_k == 0 for _, _, k in weights)
+        return fits and all(suits(LARGE, n, k, problem.torch_dtype, device) for _, n, k in weights)
+
     def plans(self, problem: "Problem", device: torch.device) -> list[tuple[int, int, int]]:
         """Return the candidates for the fields of a config except tiles: (num_comm_sms, chunk_rows, stages)."""
         rows = round_up(cdiv(problem.shape[0], problem.world_size), kernel_ag_gemm.BLOCK_TOKENS)
@@ -88,10 +98,18 @@ class MoeTunable(ConfigTunable):
         return found
 
     def space(self, problem: "Problem", device: torch.device) -> list[MoeTpConfig]:
-        return [
+        plans = self.plans(problem, device)
+        found = [
             MoeTpConfig("fused", tiles, *plan)
-            for tiles in dense.tile_space(device, problem.torch_dtype) for plan in self.plans(problem, device)
+            for tiles in dense.tile_space(device, problem.torch_dtype) for plan in plans
         ]
+        if not self._can_specialize(problem, device):
+            return found
+        return found + [MoeTpConfig("fused", LARGE, *plan, warp_specialize=True) for plan in plans]
+
+    def compiled(self, config: MoeTpConfig) -> tuple | None:
+        tiles = super().compiled(config)
+        return tiles and (config.warp_specialize, *tiles)
 
     def floors(self, problem: "Problem") -> Floors:
         tokens, *_, choices = problem.shape

@@ -17,8 +17,9 @@ from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, r
 from tdkernels.ops.collectives.op import all_gather
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
-from tdkernels.ops.common.scaling import Scales, layout_of
-from tdkernels.ops.common.tile_config import scaled_tiles
+from tdkernels.ops.common.scaling import BLOCK, Scales, layout_of
+from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.tile_config import scaled_tiles, specialized_tiles
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
@@ -55,10 +56,11 @@ def fp8_configs(
     }
     group_state(group).check_consensus_cached("tp_moe", fields)
     sizes = group.size() * topk_ids.shape[0], topk_ids.shape[1]
-    return Configs(_complete(config, *sizes, w_gate_up), _complete(config, *sizes, w_down), None)
+    first = _complete(config, *sizes, w_gate_up, activation)
+    return Configs(first, _complete(config, *sizes, w_down), None)
 
 
-def _complete(config, tokens, choices, w):
+def _complete(config, tokens, choices, w, activation=None):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
@@ -66,8 +68,17 @@ def _complete(config, tokens, choices, w):
     if is_batch_invariant():
         return with_tiles(config, invariant_config(w.dtype, w.device, layout))
     default = default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    if config is not None and config.warp_specialize and _can_specialize(default.tiles, w, activation, layout):
+        return replace(config, tiles=specialized_tiles(default.tiles, w.dtype))
     tiles = scaled_tiles(default.tiles, layout, w.device)
     return with_tiles(config, replace(default, tiles=tiles))
+
+
+def _can_specialize(tiles, w, activation, layout):
+    """Return whether the warp-specialized kernels support a GEMM with w, whose default tile is ``tiles``."""
+    # Each plane of an expert must start at a block boundary.
+    has_whole_blocks = activation is None or activation == "swiglu" and w.shape[1] % (2 * BLOCK) == 0
+    return has_whole_blocks and suits(tiles, w.shape[1], w.shape[2], w.dtype, w.device, layout)
 
 
 def gate_up_stage(

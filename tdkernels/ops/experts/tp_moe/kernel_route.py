@@ -46,13 +46,20 @@ def first_turn_of(stage, stages, ranks, num_chunks):
 
 
 @td.jit
+def stage_of_turn(turn, stages, ranks, num_chunks):
+    """Return the stage of a turn."""
+    past = turn - num_chunks
+    stage = 1 + past * (stages - 1) // tl.maximum(num_chunks * (ranks - 1), 1)
+    return tl.where((past < 0) | (stages == 1), 0, stage)
+
+
+@td.jit
 def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chunks, stages):
     """Return the stage in which the token of an assignment arrives at this rank."""
     source = choice // shard_choices
     step = (me + ranks - source) % ranks
     past = choice % shard_choices // chunk_choices * (ranks - 1) + step - 1
-    stage = 1 + past * (stages - 1) // tl.maximum(num_chunks * (ranks - 1), 1)
-    return tl.where((step == 0) | (stages == 1), 0, stage)
+    return stage_of_turn(tl.where(step == 0, 0, num_chunks + past), stages, ranks, num_chunks)
 
 
 @td.jit(do_not_specialize=["num_ids", "num_experts", "call"])

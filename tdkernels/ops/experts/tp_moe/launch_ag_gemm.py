@@ -9,8 +9,8 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
-from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
@@ -117,6 +117,10 @@ def compile(
     if gradients is not None:
         made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
         gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
+    if gradients is None and launch_specialized.supports(x, weight_layout(w, activation)[0], activation, config):
+        made = Launched(x.new_empty(1, planes_of(w, activation)[1]), None, made.rows)
+        launch_specialized.compile_ag_gemm(ctx, x, w, routing, routed, made, config, activation)
+        return
     args, constants = _arguments(
         ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
     )
@@ -143,7 +147,7 @@ def launch(
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
-    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
+    done = torch.zeros(launch_specialized.DONE_WORDS, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
     differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
     key = config, routing.sizes, *differs, None if scales is None else scales.key
@@ -176,7 +180,17 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient, s
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
     fields = {**problem_fields(x, w, routing, activation), "gradient": gradient}
     fields = with_config(fields if scales is None else {**fields, **scales.fields}, config)
-    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
+    plan = workspace.prepare(
+        "moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks,
+        launch_specialized.num_flags(routing, config),
+    )
+    if not gradient and launch_specialized.supports(x, w, activation, config, scales):
+        args, constants = launch_specialized.ag_gemm_arguments(
+            workspace.ctx, x, w, routing, routed, made, done, plan, launch_specialized.num_pushing(num_comm, x.device),
+            config, activation, scales,
+        )
+        kernel, grid = launch_specialized.ag_gemm_kernel(), launch_specialized.grid(x.device)
+        return Launch(workspace, kernel, grid, args, constants, operands, to_make, [workspace.ctx])
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients, scales
     )

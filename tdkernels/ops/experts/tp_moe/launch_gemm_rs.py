@@ -9,10 +9,11 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import piece_of, problem_fields
-from tdkernels.rounding import cdiv
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
@@ -49,6 +50,12 @@ def compile(
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
     tiling, empty = routing.tiling(config.tiles.block_m), h.new_empty(1)
     routed = routing.rows, tiling.table, tiling.begins
+    if launch_specialized.supports(h, weight_layout(w)[0], None, config):
+        out = h.new_empty(1, w.shape[1])
+        launch_specialized.compile_gemm_rs(
+            ctx, h, w, routing, routed, weights, out, piece_of(w.shape[1], routing), config
+        )
+        return
     args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
     moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
@@ -94,9 +101,15 @@ def _prepare(workspace, routing, operands, config, scales):
     fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}
     fields = fields if scales is None else {**fields, **scales.fields}
     plan = workspace.prepare(
-        "moe_gemm_rs", with_config(fields, config), routing.world_size * (tokens * n * z.element_size() + ALIGN.value),
-        routing.world_size * of_shard,
+        "moe_gemm_rs", with_config(fields, config),
+        routing.world_size * round_up(tokens * n * z.element_size(), ALIGN.value), routing.world_size * of_shard,
     )
+    if launch_specialized.supports(h, w, None, config, scales):
+        args, constants = launch_specialized.gemm_rs_arguments(
+            workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, piece, config, scales
+        )
+        kernel, grid = launch_specialized.gemm_rs_kernel(), launch_specialized.grid(h.device)
+        return Launch(workspace, kernel, grid, args, constants, operands, (z, out), [workspace.ctx])
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config, scales)
     most = table.shape[0] * cdiv(n, tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)

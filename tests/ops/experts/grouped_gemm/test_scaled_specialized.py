@@ -79,7 +79,7 @@ def test_config_without_tiles(monkeypatch, kind, fast, config, is_supported):
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(launch, "_specializes", lambda *_: is_supported)
-    monkeypatch.setattr(launch, "_layout", lambda w, activation: None)
+    monkeypatch.setattr(launch, "memory_layout", lambda w, activation: None)
     x = SimpleNamespace(shape=(8192, 512), dtype=E4M3, device=torch.device("cuda", 0))
     scales = Scales(None, None, kind, BF16, fast)
     found = launch.config_for(x, SimpleNamespace(shape=(8, 1024, 512)), config, None, scales)

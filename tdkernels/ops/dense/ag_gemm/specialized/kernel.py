@@ -37,6 +37,7 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.multiply import multiply_partition
 from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.push import push_partition
 from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
     add_bias,
     bias_of_tile,
@@ -46,7 +47,6 @@ from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
     scales_of_tile,
     store_partition,
 )
-from tdkernels.ops.dense.ag_gemm.specialized.push import push_partition
 
 
 @gluon.jit

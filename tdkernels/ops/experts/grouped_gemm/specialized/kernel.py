@@ -17,28 +17,14 @@ from tdkernels.lang.gluon_kernel import gluon_jit
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     HALF_N,
-    HALF_ROWS,
     PROMOTE_REGISTERS,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition
-from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
-from tdkernels.ops.common.specialized.vectors import scale_tile
-from tdkernels.ops.experts.grouped_gemm.specialized.partitions import (
-    load_partition,
-    pass_swiglu,
-    pass_swiglu_and_input,
-    store_partition,
-)
-from tdkernels.ops.experts.grouped_gemm.specialized.scales import (
-    scales_of_pair,
-    scales_of_pair_step,
-    scales_of_step,
-    scales_of_tile,
-)
+from tdkernels.ops.experts.grouped_gemm.specialized.multiply import multiply_experts
+from tdkernels.ops.experts.grouped_gemm.specialized.partitions import load_partition, store_partition
 
 
 @gluon_jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
@@ -69,32 +55,13 @@ def group_gemm_specialized_kernel(
     splits = splits_ptr, num_experts, R
     memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
-    pass_tile: gl.constexpr = pass_swiglu_and_input if KEEP else (pass_swiglu if PAIR else pass_halves)
-    passes: gl.constexpr = 3 if KEEP else (1 if PAIR else 2)
-    of_tile: gl.constexpr = scales_of_pair if PAIR else scales_of_tile
-    of_step: gl.constexpr = scales_of_pair_step if PAIR else scales_of_step
-    prepare: gl.constexpr = of_tile if SCALING == "row" else None
-    scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
-    factors: gl.constexpr = of_step if SCALING == "block" else None
     epilogue = x_scale_ptr, R, w_scale_ptr, N, steps, X_STEP, W_STEP, EXPERT_STEP
     registers: gl.constexpr = PROMOTE_REGISTERS if PROMOTE else REGISTERS
     operands, y, pre = (x_desc, w_desc), (y_ptr, y_desc), (pre_ptr, pre_desc)
     gl.warp_specialize(
         [
-            (
-                multiply_partition,
-                (
-                    memory, bars, steps, epilogue, 0, HALF_ROWS, W_IS_KN, scaled, pass_tile, passes, prepare, PROMOTE,
-                    factors,
-                ),
-            ),
-            (
-                multiply_partition,
-                (
-                    memory, bars, steps, epilogue, 1, HALF_ROWS, W_IS_KN, scaled, pass_tile, passes, prepare, PROMOTE,
-                    factors,
-                ),
-            ),
+            (multiply_experts, (memory, bars, steps, epilogue, 0, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
+            (multiply_experts, (memory, bars, steps, epilogue, 1, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
             (load_partition, (operands, memory, bars, splits, counter_ptr, problem, steps, EXPERTS, PAIR, W_IS_KN)),
             (store_partition, (memory, bars, y, pre, splits, problem, EXPERTS, PAIR, KEEP)),
         ],

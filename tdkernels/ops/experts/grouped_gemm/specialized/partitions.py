@@ -78,6 +78,21 @@ def _place_of(tile, groups, problem):
 
 
 @gluon.jit
+def block_of_tile(row, expert, pid_n, N, K, PAIR: gl.constexpr, W_IS_KN: gl.constexpr):
+    """Return ``block`` of ``load_steps`` for a tile of an expert."""
+    if PAIR:
+        col = 2 * expert * N + pid_n * HALF_N
+        block = 0, row, col, col + N, 0
+    elif W_IS_KN:
+        col = pid_n * BLOCK_N
+        block = 0, row, col, col + HALF_N, expert * K
+    else:
+        col = expert * N + pid_n * BLOCK_N
+        block = 0, row, col, col + HALF_N, 0
+    return block
+
+
+@gluon.jit
 def load_partition(
     operands, memory, bars, splits, counter_ptr, problem, steps, EXPERTS: gl.constexpr, PAIR: gl.constexpr,
     W_IS_KN: gl.constexpr,
@@ -99,15 +114,7 @@ def load_partition(
         expert, row, end, pid_n = _place_of(tile, groups, problem)
         is_whole = row + HALF_M < end
         item = 2 * tile + gl.where(is_whole, 0, 1)
-        if PAIR:
-            col = 2 * expert * N + pid_n * HALF_N
-            block = 0, row, col, col + N, 0
-        elif W_IS_KN:
-            col = pid_n * BLOCK_N
-            block = 0, row, col, col + HALF_N, expert * K
-        else:
-            col = expert * N + pid_n * BLOCK_N
-            block = 0, row, col, col + HALF_N, 0
+        block = block_of_tile(row, expert, pid_n, N, K, PAIR, W_IS_KN)
         begin_item(memory, bars, item, (row, pid_n, expert), turn)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, 0, middle, HALF_ROWS, W_IS_KN)
         answer = request_number(counter_ptr)
@@ -171,6 +178,29 @@ def _store(out, target, width, row, col, end, N):
 
 
 @gluon.jit
+def store_tile(memory, bars, y, pre, row, end, pid_n, N, number, PAIR: gl.constexpr, KEEP: gl.constexpr):
+    """Store the rows of a tile before ``end``. The first half has arrived. Return the number of halves so far.
+
+    y, pre: as for ``store_partition``
+    """
+    out = memory[2]
+    for side in gl.static_range(3 if KEEP else (1 if PAIR else 2)):
+        if side > 0:
+            mbarrier.wait(bars.index(OUT_FULL), number & 1)
+        if PAIR:
+            col = pid_n * HALF_N
+            if KEEP and side < 2:
+                _store(out, pre, 2 * N, row, side * N + col, end, (side + 1) * N)
+            else:
+                _store(out, y, N, row, col, end, N)
+        else:
+            _store(out, y, N, row, pid_n * BLOCK_N + side * HALF_N, end, N)
+        mbarrier.arrive(bars.index(OUT_FREE), count=1)
+        number += 1
+    return number
+
+
+@gluon.jit
 def store_partition(
     memory, bars, y, pre, splits, problem, EXPERTS: gl.constexpr, PAIR: gl.constexpr, KEEP: gl.constexpr
 ):
@@ -178,7 +208,7 @@ def store_partition(
 
     y, pre: (pointer, descriptor for [1, HALF_M, HALF_N] elements) of [R, N] and [R, 2 * N]
     """
-    out, sent = memory[2], memory[4]
+    sent = memory[4]
     N, _, tiles_n, _ = problem
     groups = _groups_of(splits, tiles_n, EXPERTS)
     number = 0  # halves of tiles so far
@@ -186,18 +216,6 @@ def store_partition(
     item = read_item(sent.index(0), ONE_WARP)
     while item != NO_ITEM:
         _, row, end, pid_n = _place_of(item // 2, groups, problem)
-        for side in gl.static_range(3 if KEEP else (1 if PAIR else 2)):
-            if side > 0:
-                mbarrier.wait(bars.index(OUT_FULL), number & 1)
-            if PAIR:
-                col = pid_n * HALF_N
-                if KEEP and side < 2:
-                    _store(out, pre, 2 * N, row, side * N + col, end, (side + 1) * N)
-                else:
-                    _store(out, y, N, row, col, end, N)
-            else:
-                _store(out, y, N, row, pid_n * BLOCK_N + side * HALF_N, end, N)
-            mbarrier.arrive(bars.index(OUT_FREE), count=1)
-            number += 1
+        number = store_tile(memory, bars, y, pre, row, end, pid_n, N, number, PAIR, KEEP)
         mbarrier.wait(bars.index(OUT_FULL), number & 1)
         item = read_item(sent.index(0), ONE_WARP)

@@ -1,0 +1,137 @@
+"""Launch the warp-specialized kernels of moe_ag_gemm and moe_gemm_rs, or compile them ahead of time."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tdkernels.autotune.invariance import is_batch_invariant
+from tdkernels.ops.common.gemm_operands import scale_pointers
+from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.common.specialized import launch as specialized
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
+from tdkernels.ops.experts.grouped_gemm import launch_specialized as of_grouped_gemm
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.rounding import cdiv, round_up
+from tdkernels.runtime import gpu
+from tdkernels.runtime.gluon import optional_kernel
+
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
+    from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
+DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
+_MOST_SLICES = 8  # of moe_gemm_rs, at most MAX_STAGES
+_PUSHING_PROGRAMS = 4  # that push as fast with two warps each as a program of the portable kernel with all warps
+
+
+@optional_kernel("moe_ag_gemm: the warp-specialized kernel")
+def ag_gemm_kernel() -> Any:
+    from tdkernels.ops.experts.tp_moe.specialized.kernel_ag_gemm import moe_ag_gemm_specialized_kernel
+
+    return moe_ag_gemm_specialized_kernel
+
+
+@optional_kernel("moe_gemm_rs: the warp-specialized kernel")
+def gemm_rs_kernel() -> Any:
+    from tdkernels.ops.experts.tp_moe.specialized.kernel_gemm_rs import moe_gemm_rs_specialized_kernel
+
+    return moe_gemm_rs_specialized_kernel
+
+
+def supports(
+    x: torch.Tensor, w: torch.Tensor, activation: str | None, config: Any, scales: Scales | None = None
+) -> bool:
+    """Return whether a warp-specialized kernel multiplies rows of the width of x by a weight that needs no copy.
+
+    Without tokens x has no rows, and no descriptor describes them.
+    """
+    if not x.shape[0]:
+        return False
+    layout = grouped_gemm.memory_layout(w, activation)
+    return grouped_gemm.multiplies_specialized(x, w, layout, activation, config, scales)
+
+
+def num_pushing(num_comm: int, device: torch.device) -> int:
+    """Return how many programs push with two warps, for a number of programs that push with all warps."""
+    return min(_PUSHING_PROGRAMS * num_comm, grid(device)[0])
+
+
+def num_flags(routing: "MoeRouting", config: Any) -> int:
+    """Return the number of private words that moe_ag_gemm needs."""
+    return routing.num_chunks * (routing.world_size - 1) if specialized.is_enabled(config) else 0
+
+
+def grid(device: torch.device) -> tuple[int]:
+    """Return the number of programs, one for each multiprocessor: all of them copy or add rows."""
+    return (gpu.num_sms(device) - gpu.spare_sms,)
+
+
+def ag_gemm_arguments(
+    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: "Launched",
+    done: torch.Tensor, plan: int, num_comm: int, config: Any, activation: str | None, scales: Scales | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (arguments, constants) of the kernel of moe_ag_gemm. ``routed``: as in ``launch_ag_gemm._arguments``."""
+    layout, (tokens, k) = grouped_gemm.memory_layout(w, activation), x.shape
+    of_choices, choices, table, begins = routed
+    rows = choices.shape[0]
+    args = (
+        ctx, x, made.rows, specialized.rows_descriptor(made.rows, 1, rows, rows * k),
+        of_grouped_gemm.weight_descriptor(w, layout), *scale_pointers(scales), of_choices, table, begins, done,
+        *of_grouped_gemm.outputs(made.y, made.pre), tokens, rows, layout[1], k, routing.slot_rows, plan, num_comm,
+        routing.chunk_rows, routing.num_stages, config.tiles.group_m,
+    )
+    constants = of_grouped_gemm.product_constants(w, layout, scales)
+    return args, {"CHOICES": routing.num_choices, **constants}
+
+
+def compile_ag_gemm(
+    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: "Launched",
+    config: Any, activation: str | None,
+) -> None:
+    """Compile the kernel of moe_ag_gemm into Triton's cache, without launching it."""
+    w = grouped_gemm.weight_layout(w, activation)[0]
+    args, constants = ag_gemm_arguments(ctx, x, w, routing, routed, made, ctx, 0, 1, config, activation)
+    ag_gemm_kernel().warmup(*args, grid=(1,), **constants)
+
+
+def gemm_rs_arguments(
+    ctx: torch.Tensor, h: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any,
+    weights: torch.Tensor | None, done: torch.Tensor, out: torch.Tensor, z: torch.Tensor, plan: int, piece: "Piece",
+    config: Any, scales: Scales | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (arguments, constants) of the kernel of moe_gemm_rs.
+
+    ``routed`` is (rows, table and begins of the tiling), ``piece`` the Piece of the portable kernel.
+    """
+    layout, (rows, k) = grouped_gemm.memory_layout(w, None), h.shape
+    of_choices, table, begins = routed
+    args = (
+        ctx, specialized.rows_descriptor(h, 1, rows, rows * k), of_grouped_gemm.weight_descriptor(w, layout),
+        *scale_pointers(scales), of_choices, weights, table, begins, done, out,
+        of_grouped_gemm.output_descriptor(out), z, routing.tokens, rows, layout[1], k, plan, routing.chunk_rows,
+        _slice_columns(layout[1], piece.columns), config.tiles.group_m,
+    )
+    constants = of_grouped_gemm.product_constants(w, layout, scales)
+    del constants["PAIR"]
+    return args, {
+        "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
+        "ROUND_OWN": is_batch_invariant(), **constants,
+    }
+
+
+def _slice_columns(n, piece_columns):
+    """Return the number of tile columns of a slice of N columns. It has whole pieces of rows that are added."""
+    block_n = SPECIALIZED_TILE[1]
+    return round_up(cdiv(cdiv(n, block_n), _MOST_SLICES), max(piece_columns // block_n, 1))
+
+
+def compile_gemm_rs(
+    ctx: torch.Tensor, h: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any,
+    weights: torch.Tensor | None, out: torch.Tensor, piece: "Piece", config: Any,
+) -> None:
+    """Compile the kernel of moe_gemm_rs into Triton's cache, without launching it."""
+    w = grouped_gemm.weight_layout(w)[0]
+    args, constants = gemm_rs_arguments(ctx, h, w, routing, routed, weights, ctx, out, out, 0, piece, config)
+    gemm_rs_kernel().warmup(*args, grid=(1,), **constants)

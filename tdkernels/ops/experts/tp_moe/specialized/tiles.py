@@ -1,0 +1,138 @@
+"""The partitions that load and store tiles, of both warp-specialized kernels of tp_moe.
+
+A tile is passed on as ``2 * number``, or as ``2 * number + 1`` if it has at most HALF_M rows. ``number`` counts the
+tile columns of the tiles in the table of ``kernel_route``. Arguments of several functions:
+
+    tiles    (pointer to the table, pointer to the begins of the stages, tile columns, group_m)
+    slices   (tile rows, tile columns of a slice of the output), of moe_gemm_rs
+    problem  (N of a plane, K)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tdkernels.lang.gluon_signals import add_release_by_warps, item_of_warp, request_by_warp
+from tdkernels.lang.memory import await_tma_stores
+from tdkernels.ops.common.gemm_tile import swizzle
+from tdkernels.ops.common.specialized.layout import (
+    HALF_M,
+    HALF_ROWS,
+    NO_ITEM,
+    ONE_WARP,
+    OUT_FULL,
+    STAGES,
+    read_item,
+)
+from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
+from tdkernels.ops.experts.grouped_gemm.specialized.partitions import block_of_tile, store_tile
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES, TILE_WORDS
+
+_LAST = gl.constexpr(0x7FFFFFFF)
+
+
+@gluon.jit
+def place_by_stage(item, ends, tiles):
+    """Return (stage, index in the table, tile column) of a work item, stage by stage."""
+    is_before = ends <= item
+    first = gl.max(gl.where(is_before, ends, 0), 0)
+    end = gl.min(gl.where(is_before, _LAST, ends), 0)
+    _, _, tiles_n, group_m = tiles
+    rows = gl.maximum(end - first, tiles_n) // tiles_n
+    pid_m, pid_n = swizzle(item - first, rows, tiles_n, group_m)
+    return gl.sum(is_before.to(gl.int32), 0), first // tiles_n + pid_m, pid_n
+
+
+@gluon.jit
+def place_by_slice(item, slices, tiles):
+    """Return (slice, index in the table, tile column) of a work item, slice by slice of the columns."""
+    rows, columns = slices
+    _, _, tiles_n, group_m = tiles
+    rows = gl.maximum(rows, 1)  # without tiles the place is not used
+    of_slice = rows * columns
+    first = item // of_slice * columns
+    pid_m, pid_n = swizzle(item % of_slice, rows, gl.maximum(gl.minimum(columns, tiles_n - first), 1), group_m)
+    return item // of_slice, pid_m, first + pid_n
+
+
+@gluon.jit
+def ends_of_stages(tiles):
+    """Return the end of each stage in the list of tiles, in a partition of one warp. The last stages may be empty."""
+    _, begins_ptr, tiles_n, _ = tiles
+    stages = gl.arange(0, 32, layout=ONE_WARP)
+    return gl.load(begins_ptr + 1 + gl.minimum(stages, MAX_STAGES - 1)) * tiles_n
+
+
+@gluon.jit
+def _place_of(item, num_items, order, tiles, PLACE: gl.constexpr):
+    """Return (stage, number, tile column, expert, first row, number of rows) of the tile of a work item.
+
+    ``item`` may be past the last one. Its place is not used.
+    """
+    table_ptr, _, tiles_n, _ = tiles
+    stage, tile, pid_n = PLACE(gl.minimum(item, gl.maximum(num_items - 1, 0)), order, tiles)
+    entry, there = table_ptr + tile * TILE_WORDS, item < num_items
+    expert, row = gl.load(entry, mask=there, other=0), gl.load(entry + 1, mask=there, other=0)
+    return stage, tile * tiles_n + pid_n, pid_n, expert, row, gl.load(entry + 2, mask=there, other=0)
+
+
+@gluon.jit
+def load_partition(
+    ctx, operands, memory, bars, tiles, problem, num_items, order, steps, waits, PLACE: gl.constexpr,
+    AWAIT: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
+):
+    """Fetch tiles, wait for their rows, and load their operands.
+
+    operands: descriptors of the rows [1, R, K] and of the weight, as for ``group_gemm_specialized_kernel``
+    PLACE: ``place_by_stage`` or ``place_by_slice``, with ``order``
+    AWAIT: None, or (ctx, stage, number of stages whose rows are there, ``waits``) -> this number, at least stage + 1
+
+    The next tile is requested 2 * STAGES steps before the end of one, and its place is computed STAGES steps before it.
+    So neither delays its loads: meanwhile steps are multiplied that have been loaded.
+    """
+    early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
+    turn = 0
+    ready = 0
+    item = item_of_warp(request_by_warp(ctx, 0))
+    stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)
+    while item < num_items:
+        is_whole = count > HALF_M
+        if AWAIT is not None:
+            ready = AWAIT(ctx, stage, ready, waits)
+        begin_item(memory, bars, 2 * number + gl.where(is_whole, 0, 1), (row, pid_n, expert), turn)
+        block = block_of_tile(row, expert, pid_n, problem[0], problem[1], PAIR, W_IS_KN)
+        turn = load_steps(operands, memory, bars, block, is_whole, turn, 0, early, HALF_ROWS, W_IS_KN)
+        answer = request_by_warp(ctx, 0)
+        turn = load_steps(operands, memory, bars, block, is_whole, turn, early, late, HALF_ROWS, W_IS_KN)
+        item = item_of_warp(answer)
+        stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)
+        turn = load_steps(operands, memory, bars, block, is_whole, turn, late, steps, HALF_ROWS, W_IS_KN)
+    end_items(memory, bars, turn)
+
+
+@gluon.jit
+def store_partition(
+    memory, bars, y, pre, tiles, N, done_ptr, slice_columns, PAIR: gl.constexpr, KEEP: gl.constexpr,
+    COUNTS: gl.constexpr,
+):
+    """Store tiles in y, and with KEEP the input of SwiGLU in pre, see ``grouped_gemm.specialized.partitions``.
+
+    COUNTS: count the stored tiles of each slice of ``slice_columns`` tile columns in ``done_ptr``
+    """
+    sent = memory[4]
+    table_ptr, _, tiles_n, _ = tiles
+    halves = 0  # of tiles so far
+    mbarrier.wait(bars.index(OUT_FULL), 0)
+    item = read_item(sent.index(0), ONE_WARP)
+    while item != NO_ITEM:
+        number = item // 2
+        pid_n = number % tiles_n
+        entry = table_ptr + number // tiles_n * TILE_WORDS
+        row = gl.load(entry + 1)
+        end = row + gl.load(entry + 2)
+        halves = store_tile(memory, bars, y, pre, row, end, pid_n, N, halves, PAIR, KEEP)
+        if COUNTS:
+            await_tma_stores()
+            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)  # waiter: add_partition of this rank
+        mbarrier.wait(bars.index(OUT_FULL), halves & 1)
+        item = read_item(sent.index(0), ONE_WARP)

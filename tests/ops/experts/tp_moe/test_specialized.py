@@ -1,0 +1,102 @@
+"""The warp-specialized kernels of tp_moe, on Hopper; their config on other devices."""
+
+import pytest
+import torch
+
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.runtime import gpu
+from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
+from tests.ops.experts.tp_moe import specialized_cases as specialized
+from tests.ops.experts.tp_moe.oracle import FP16
+from tests.support.ranks import on_ranks
+
+# Tokens and channels of a rank, assignments per token, experts and H.
+SPECS = {
+    "groups of all sizes": dict(tokens=333, k=2, experts=5, width=264, hidden=136),
+    "wide": dict(tokens=200, k=3, experts=4, width=1032, hidden=520, dtype=FP16, seed=1),
+    "not activated": dict(tokens=70, k=1, experts=3, width=512, hidden=256, activation=None, seed=2),
+    "short": dict(tokens=300, k=2, experts=4, width=64, hidden=64, ids="distinct", seed=3),
+    "all to one": dict(tokens=150, k=1, experts=4, width=128, hidden=72, ids="one", seed=4),
+    "few experts": dict(tokens=40, k=2, experts=40, width=128, hidden=64, ids="few", seed=5),
+    "all dropped": dict(tokens=30, k=2, experts=2, width=128, hidden=64, ids="none", seed=6),
+    "few tokens": dict(tokens=1, k=2, experts=2, width=256, hidden=64, seed=7),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size, stages", [(1, 1), (2, 1), (2, 2), (3, 4), (4, 8)])
+@pytest.mark.parametrize("spec", SPECS)
+def test_forward_and_gradients(world_size, stages, spec):
+    on_ranks(world_size, specialized.computes, SPECS[spec], stages)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size, stages", [(1, 1), (2, 2), (3, 4), (4, 0)])
+@pytest.mark.parametrize("spec", SPECS)
+def test_bits_of_the_plain_kernels(world_size, stages, spec):
+    on_ranks(world_size, specialized.has_the_bits_of_the_plain_kernels, SPECS[spec], stages)
+
+
+@on_hopper
+@pytest.mark.parametrize("spec", ["groups of all sizes", "wide", "all to one"])
+def test_ranks_with_different_kernels(spec):
+    on_ranks(3, specialized.runs_beside_the_plain_kernels, SPECS[spec], 3)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size, stages", [(1, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize("changes", [
+    dict(tokens=260, width=512, hidden=256), dict(tokens=77, width=272, hidden=128, activation=None),
+], ids=["swiglu", "not activated"])
+def test_bits_in_fp8(world_size, stages, changes):
+    on_ranks(world_size, specialized.has_the_bits_in_fp8, stages=stages, **changes)
+
+
+@on_hopper
+@pytest.mark.parametrize("changes", [dict(hidden=132), dict(activation="swiglu_interleaved")], ids=str)
+def test_unsupported_operands(changes):
+    on_ranks(2, specialized.falls_back, SPECS["groups of all sizes"] | changes)
+
+
+@on_hopper
+def test_graph():
+    on_ranks(2, specialized.replays_in_a_graph, SPECS["wide"])
+
+
+@on_hopper
+def test_config_without_tiles():
+    on_ranks(2, specialized.takes_no_tiles, dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024))
+
+
+@on_hopper
+@pytest.mark.parametrize("hidden, expected", [(256, True), (192, False)])
+def test_config_without_tiles_in_fp8(hidden, expected):
+    """Gate and up must start at a block of 128 rows."""
+    on_ranks(2, specialized.takes_no_tiles_in_fp8, expected, width=512, hidden=hidden, experts=4)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="for other devices")
+def test_other_devices():
+    on_ranks(2, specialized.computes_on_other_devices, dict(tokens=20, k=2, experts=4, width=24, hidden=8))
+
+
+@pytest.fixture
+def fake_hopper(monkeypatch):
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("operator, layout, hidden, specialized", [
+    ("tp_moe", "swiglu", 8192, True), ("tp_moe", "swiglu_interleaved", 8192, False), ("moe_gemm_rs", "kn", 8192, True),
+    ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, False), ("moe_ag_gemm", "none", 8192, True),
+])
+def test_candidates_of_the_tuner(fake_hopper, monkeypatch, operator, layout, hidden, specialized):
+    """There are candidates with ``warp_specialize`` only for problems that the kernels support."""
+    monkeypatch.setattr(gpu, "has_tma", lambda device: True)
+    problem = Problem(operator, "NVIDIA Testing", 2, 2, "bfloat16", layout, (8192, 4096, hidden, 8, 2))
+    space = tunable(operator).space(problem, fake_hopper)
+    assert any(config.warp_specialize for config in space) == specialized
+    assert len({tunable(operator).compiled(config) for config in space if config.tiles == LARGE}) == 1 + specialized
