@@ -16,6 +16,7 @@ from bench.experts import (
     moe_report,
     moe_shapes,
     permute_baseline,
+    solo,
     tp_moe,
     tp_moe_methods,
 )
@@ -23,6 +24,8 @@ from bench.experts.moe_shapes import EpShape, TpShape
 from bench.experts.tp_moe_methods import in_fp32
 from bench.report import main as report
 from tdkernels.__main__ import main
+from tdkernels.launch import RankPool
+from tdkernels.solo import enter_solo_mode
 from tests.support.ranks import on_ranks
 
 TP = TpShape(8, 16, 16, 3, 2, "tiny")
@@ -107,6 +110,21 @@ def test_every_pass_of_tp_moe_is_checked_and_timed():
 
 def measure_ep():
     return ep_moe.measure(ep_case(backward=True), PLAN)
+
+
+def test_both_stages_are_measured_in_solo_mode():
+    """Each config has the right result, and is compared with the longer of the GEMM and the wire."""
+    case = solo.Case(solo._REHEARSAL, 2, 1e-3, (0, 2), 1)
+    with RankPool(1, "cpu") as pool:
+        pool.run(enter_solo_mode, 2)
+        table = solo.rows(case, pool.run(solo.measure, case, 0)[0])
+    methods = ["group_gemm", "portable 0", "portable 2", "specialized 0", "specialized 2"]
+    assert [(row["pass"], row["method"]) for row in table] == [(one, name) for one in solo.STAGES for name in methods]
+    wire_ms = 512 * 32 * 2 / 1e-3 / 1e6  # tokens of the peer
+    for row in table:
+        assert row["absent"] is None and row["wire_ms"] == pytest.approx(wire_ms)
+        assert row["over_floor"] == pytest.approx(row["ms"] / max(row["gemm_ms"], wire_ms))
+        json.dumps(row)
 
 
 def test_every_pass_of_ep_moe_is_checked_and_timed():

@@ -12,7 +12,7 @@ from tests.support.simulated_nodes import thorough
 PROGRAM = """
 import pytest, torch
 import tdkernels
-from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, MoeTpConfig, Tiles
 from tdkernels.solo import solo_group
 
 RANKS = 4
@@ -47,6 +47,21 @@ for m, n, k in sizes * 2:  # each plan again, after others have used the same wo
     for config in (GemmArConfig(transport="direct"), GemmArConfig(transport="direct", num_comm_sms=2)):
         for z in later_results(lambda: tdkernels.gemm_ar(x, weight, config=config)):
             torch.testing.assert_close(z, added, rtol=1.6e-2, atol=4e-2)
+ids, weights = torch.randint(3, (512, 2), device=device), torch.rand(512, 2, device=device)
+x, gate_up, down = (
+    (torch.randn(size, device=device) * size[-1] ** -0.25).to(torch.bfloat16)
+    for size in ((512, 32), (3, 32, 32), (3, 32, 32))
+)
+config = MoeTpConfig(tiles=Tiles(64, 32, 32, num_warps=4, num_stages=2), num_comm_sms=1, stages=2)
+rows = torch.einsum("tk,tcnk->tcn", x.float(), gate_up[ids].float()).to(x.dtype)
+y = (torch.einsum("tck,tcnk->tcn", rows.float(), down[ids].float()) * weights.unsqueeze(-1)).sum(1)
+def layer():
+    h, routing = tdkernels.moe_ag_gemm(x, ids, gate_up, config=config)
+    return h[routing.rows.long()], tdkernels.moe_gemm_rs(h, routing, weights, down, config=config)
+
+for h, z in later_results(layer):
+    torch.testing.assert_close(h, rows.repeat(RANKS, 1, 1))
+    torch.testing.assert_close(z.float(), RANKS * y, rtol=1.6e-2, atol=0.2)
 with pytest.raises(NotImplementedError, match="gemm_ar: not in solo mode"):
     tdkernels.gemm_ar(x, weight, config=GemmArConfig())
 with pytest.raises(ValueError, match="solo mode needs 4 equal slots of at least .* bytes, not 2048 bytes"):
