@@ -152,7 +152,7 @@ def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
 
 
 @pytest.mark.parametrize("choices, dtype, activation, w_is_kn, keep", [
-    (2, BF16, "swiglu", False, True), (1, FP16, None, True, False),
+    (2, BF16, "swiglu", False, True), pytest.param(1, FP16, None, True, False, marks=thorough),
     pytest.param(8, BF16, "swiglu", False, False, marks=thorough),
 ], ids=str)
 def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
@@ -163,7 +163,8 @@ def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
 
 
 @pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted", [
-    (8, 2, BF16, False, True), (2, 1, FP16, True, False), pytest.param(4, 8, BF16, False, True, marks=thorough),
+    (8, 2, BF16, False, True), pytest.param(2, 1, FP16, True, False, marks=thorough),
+    pytest.param(4, 8, BF16, False, True, marks=thorough),
 ], ids=str)
 def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
     launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted)
@@ -171,7 +172,7 @@ def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
 
 
 @pytest.mark.parametrize("launch, loops, most_spills", [
-    (lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4),
+    pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4, marks=thorough),
     (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24),
 ], ids=["moe_ag_gemm", "moe_gemm_rs"])
 def test_tp_moe_with_two_accumulators(launch, loops, most_spills):
@@ -180,7 +181,7 @@ def test_tp_moe_with_two_accumulators(launch, loops, most_spills):
 
 def test_sums_follow_their_tiles():
     """A tile is counted after the wait for all TMA stores of the same warp, and a barrier of the warp."""
-    ptx = compile_for(*moe_gemm_rs_launch(2, 2, BF16), "sm_90").asm["ptx"]
+    ptx = compile_for(*moe_gemm_rs_launch(8, 2, BF16), "sm_90").asm["ptx"]
     (wait,) = re.finditer(r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async\.global;", ptx)
     (count,) = re.finditer(r"@first red\.release\.gpu\.global\.add\.u64", ptx)
     barrier = ptx.rindex("bar.warp.sync", 0, count.start())
@@ -189,7 +190,7 @@ def test_sums_follow_their_tiles():
 
 def test_copied_rows_are_acquired_before_they_are_loaded():
     """The loads of a tile follow the acquire of the counter of its stage, and a fence of the async proxy."""
-    ptx = compile_for(*moe_ag_gemm_launch(2, BF16), "sm_90").asm["ptx"]
+    ptx = compile_for(*moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), "sm_90").asm["ptx"]
     loads = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx)]
     (fence,) = (found.start() for found in re.finditer(r"fence\.proxy\.async\.global;", ptx))
     wait = max(found.start() for found in re.finditer("SPIN:", ptx) if found.start() < fence)
@@ -234,7 +235,7 @@ def test_rows_are_acquired_before_they_are_loaded():
 
 @pytest.mark.parametrize("launch", [
     lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16), lambda: group_gemm_launch(128, BF16),
-    lambda: moe_ag_gemm_launch(2, BF16), lambda: moe_gemm_rs_launch(2, 2, BF16),
+    lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), lambda: moe_gemm_rs_launch(8, 2, BF16),
 ])
 def test_barriers_are_those_of_a_partition(launch):
     """A barrier of all threads would wait for warps that never reach it."""

@@ -239,7 +239,7 @@ class CopyRun:
         self.schedule.until()
         self.words[word] += 1
 
-    def _wait(self, ctx, word, expected, rank, SCOPE, FOR_TMA):  # noqa: N803
+    def _wait(self, ctx, word, expected, rank, SCOPE, FOR_TMA=False):  # noqa: N803
         assert SCOPE == "gpu" and FOR_TMA and rank == self.me
         assert self.expected.setdefault(word, expected) == expected
         self.schedule.until(lambda: self.words[word] >= expected)

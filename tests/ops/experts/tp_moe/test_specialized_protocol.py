@@ -131,6 +131,7 @@ OF_COPIES = {
     "tokens of peers are copied before the push": (
         PUSH_CALL, "", OTHER_COPIES, OTHER_COPIES + PUSH_CALL,
     ),
+    "copied rows are not fenced for TMA": (", FOR_TMA=True)", ")"),
     "a part of a chunk is not copied": (
         "of_turn = chunk_rows // _TOKENS  # also", "of_turn = gl.minimum(chunk_rows, rows) // _TOKENS  # also",
     ),
@@ -405,6 +406,9 @@ OF_PLACES = {
     "items past the last one load": (_check_stages, "item < num_items\n    expert", "item < num_items + 1\n    expert"),
     "the last stage has no end": (
         _check_stages, "gl.load(begins_ptr + 1 + gl.minimum", "gl.load(begins_ptr + gl.minimum",
+    ),
+    "items past the last one have a place": (
+        _check_slices, "gl.minimum(item, gl.maximum(num_items - 1, 0))", "item",
     ),
     "the last slice has as many columns as the others": (
         _check_slices, "gl.minimum(columns, tiles_n - first)", "columns",
