@@ -18,7 +18,6 @@ from tdkernels.runtime.gluon import optional_kernel
 
 if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
-    from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
 DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
@@ -69,10 +68,13 @@ def grid(device: torch.device) -> tuple[int]:
 
 
 def ag_gemm_arguments(
-    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: "Launched",
+    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: Any,
     done: torch.Tensor, plan: int, num_comm: int, config: Any, activation: str | None, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (arguments, constants) of the kernel of moe_ag_gemm. ``routed``: as in ``launch_ag_gemm._arguments``."""
+    """Return (arguments, constants) of the kernel of moe_ag_gemm.
+
+    ``routed`` and ``made`` are those of ``launch_ag_gemm._arguments``.
+    """
     layout, (tokens, k) = grouped_gemm.memory_layout(w, activation), x.shape
     of_choices, choices, table, begins = routed
     rows = choices.shape[0]
@@ -87,7 +89,7 @@ def ag_gemm_arguments(
 
 
 def compile_ag_gemm(
-    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: "Launched",
+    ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: Any,
     config: Any, activation: str | None,
 ) -> None:
     """Compile the kernel of moe_ag_gemm into Triton's cache, without launching it."""

@@ -436,7 +436,7 @@ def test_moe_ag_gemm_in_any_order(num_tiles, tiles_n, steps, activation, promote
         MoeAgGemmRun(seed, num_tiles, tiles_n, steps, activation, promotes=promotes)()
 
 
-@pytest.mark.parametrize("num_tiles, tiles_n, steps", TILES[1:])  # no tiles: see test_places_of_slices_without_tiles
+@pytest.mark.parametrize("num_tiles, tiles_n, steps", TILES)
 @pytest.mark.parametrize("slice_columns, promotes", [(1, False), (2, True)])
 def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, slice_columns, promotes):
     for seed in range(SEEDS):
