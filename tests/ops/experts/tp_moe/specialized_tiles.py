@@ -1,0 +1,241 @@
+"""Run the partitions of the kernels that load, multiply and store tiles; see ``specialized_protocol``."""
+
+from types import SimpleNamespace
+
+from tdkernels.ops.experts.tp_moe.specialized import tiles
+from tests.ops.dense.specialized_protocol import BLOCK_M, BLOCK_N, HALF_M, HALF_N, indexed
+from tests.ops.dense.specialized_runs import BLOCK, GroupGemmRun
+from tests.ops.experts.tp_moe.specialized_protocol import (
+    AG_GEMM_SOURCE,
+    ARITHMETIC,
+    GEMM_RS_SOURCE,
+    MAX_STAGES,
+    SIGNAL,
+    TILE_WORDS,
+    FastSchedule,
+    Pointer,
+    without_types,
+)
+
+
+class MoeRun(GroupGemmRun):
+    """A program of a kernel that loads, multiplies and stores tiles of the table. Other programs have some of them.
+
+    A work item is known by the number that is passed on. In buffers its rows begin at row ``number * BLOCK_M``, and its
+    columns at column 0, as in ``GroupGemmRun``.
+    """
+
+    partitions = tiles
+
+    def __init__(self, seed, num_tiles, tiles_n, steps, activation, source, promotes):
+        self.tiles_n = tiles_n
+        super().__init__(seed, num_tiles * tiles_n, steps, activation, source, promotes)
+        self.schedule = FastSchedule(seed)
+        choose = self.schedule.random
+        some = BLOCK_M, BLOCK_M, HALF_M, HALF_M + 1
+        counts = [choose.choice([*some, choose.randint(1, BLOCK_M)]) for _ in range(num_tiles)]
+        # An expert has the rows after those of the one before.
+        self.table = [(expert, 5 + sum(counts[:expert]), counts[expert]) for expert in range(num_tiles)]
+        choose.shuffle(self.table)
+        self.ends = [self.table[number // tiles_n][2] for number in range(self.items)]
+        self.stages = sorted(choose.randrange(MAX_STAGES) for _ in range(num_tiles))
+        width = HALF_N if self.is_pair else BLOCK_N
+        self.n = tiles_n * width - choose.choice([0, 8, HALF_N - 8, width - 8])
+        self.half_of_row = {
+            row + HALF_M * part: (tile, part)
+            for tile, (_, row, count) in enumerate(self.table) for part in range(1 + (count > HALF_M))
+        }
+        self.taken, self.fetched, self.loading, self.storing = [], [], None, None
+        self.begin_item = self.code["begin_item"]
+        self.code["begin_item"] = self._begin_item
+
+    def __call__(self):
+        super().__call__()
+        assert len(self.taken) == len(self.fetched)
+
+    def quarters(self, item):
+        return super().quarters(item) if item in self.taken else []
+
+    def threads(self):
+        form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
+        x, y, pre = (SimpleNamespace(name=name, **form) for name in ("x", "y", "pre"))
+        table = Pointer([word for entry in self.table for word in (*entry, -1)])
+        begins = Pointer([sum(stage < each for stage in self.stages) for each in range(2 * MAX_STAGES)])
+        tiles = table, begins, self.tiles_n, self.schedule.random.choice([1, 2, 8])
+        shared = self.memory, indexed(self.bars)
+
+        def load():
+            self.load((x, "weight"), *shared, tiles, (self.n, None), SIGNAL, self.steps)
+
+        def store():
+            self.store(*shared, ("y", y), ("pre", pre), tiles, self.n)
+            self.closed = True
+
+        return super().threads() | {"load": load, "store": store}
+
+    def load(self, operands, memory, bars, tiles, problem, signal, steps):
+        raise NotImplementedError
+
+    def store(self, memory, bars, y, pre, tiles, n):
+        raise NotImplementedError
+
+    def _code(self, source):
+        code = super()._code(without_types(source))
+        vars(code["gl"]).update(ARITHMETIC)
+        return code
+
+    def names(self):
+        names = super().names() | {
+            "tl": SimpleNamespace(**ARITHMETIC), "MAX_STAGES": MAX_STAGES, "TILE_WORDS": TILE_WORDS,
+            "add_release_by_warps": self._release, "await_copies": self._await_copies,
+            "request_by_warp": self._request, "partition_barrier": lambda: self.schedule.until(),
+        }
+        del names["_place_of"]  # a function of ``tiles``
+        return names
+
+    def _request(self, ctx, queue):
+        assert queue == 0, "the other queue has copies or sums"
+
+    def _item(self, answer):
+        """Return the next work item. Other programs may have fetched some."""
+        self.next_item += self.schedule.random.choice([1, 1, 1, 2])
+        if self.next_item <= self.items:
+            self.fetched.append(self.next_item - 1)
+        return self.next_item - 1
+
+    def _begin_item(self, memory, bars, item, place, turn):
+        number = item // 2
+        assert item % 2 == (self.ends[number] <= HALF_M) and place == self.place_of_item(number)
+        assert number not in self.taken, "a tile is computed twice"
+        self.taken.append(number)
+        self.loading = number
+        self.begin_item(memory, bars, item, place, turn)
+
+    def place_of_item(self, item):
+        expert, row, _ = self.table[item // self.tiles_n]
+        return row, item % self.tiles_n, expert
+
+    def _await_copies(self, ctx, stage, ready, waits):
+        raise NotImplementedError
+
+    def check_loads(self, tile):
+        """Check that rows of a tile can be loaded."""
+
+    def _load(self, desc, at, bar, cell, pred=True):
+        number = self.loading
+        row, column, expert = self.place_of_item(number)
+        if desc == "weight":
+            col, k = at
+            first = 2 * expert * self.n + column * HALF_N if self.is_pair else expert * self.n + column * BLOCK_N
+            firsts = first, first + (self.n if self.is_pair else HALF_N)
+            assert col in firsts, "loads columns of another tile"
+            side = firsts.index(col)
+            at = side * HALF_N, k
+        else:
+            plane, first, k = at
+            assert plane == 0 and first in (row, row + HALF_M), "loads rows of another tile"
+            if pred:
+                self.check_loads(number // self.tiles_n)
+            at = 0, number * BLOCK_M + first - row, k
+        super()._load(desc, at, bar, cell, pred)
+
+    def _number_and_side(self, name, tile, col):
+        """Return (work item, which of its blocks of columns this is) of an output."""
+        if not self.is_pair:
+            column, side = divmod(col // HALF_N, 2)
+        elif name == "y":
+            column, side = col // HALF_N, 2
+        else:
+            side, column = col // self.n, col % self.n // HALF_N
+        self.storing = tile * self.tiles_n + column
+        return self.storing, side
+
+    def place_of_output(self, desc, row):
+        return row // BLOCK_M, row % BLOCK_M // HALF_M
+
+    def _store(self, desc, at, cell):
+        plane, row, col = at
+        tile, part = self.half_of_row.get(row, (None, 0))
+        assert plane == 0 and tile is not None and self.table[tile][2] == BLOCK_M, "TMA stores rows of another tile"
+        number, side = self._number_and_side(desc.name, tile, col)
+        # TMA stores no columns past those of the output.
+        assert side != 0 or desc.name == "y" or col + HALF_N <= self.n, "TMA stores columns of the other plane"
+        super()._store(desc, (0, number * BLOCK_M + part * HALF_M, side * HALF_N), cell)
+
+    def _store_rows(self, cell, ptr, row, col, end, width, N):  # noqa: N803
+        """Threads store the rows before ``end`` and the columns before N."""
+        self.schedule.until()
+        ends = {row + count: tile for tile, (_, row, count) in enumerate(self.table)}
+        assert end in ends, "stores rows of another tile"
+        number, side = self._number_and_side(ptr, ends[end], col)
+        _, first, count = self.table[ends[end]]
+        assert row in (first, first + HALF_M) and width == self.n * (2 if ptr == "pre" else 1)
+        assert N == self.n * (1 + side if ptr == "pre" else 1)
+        part = (row - first) // HALF_M
+        if row < end:
+            assert cell.value == (number, part, side), (cell.value, number, part, side)
+            self.sent.append(("tile", number, part, side))
+
+    def _release(self, word, warps):
+        raise NotImplementedError
+
+
+class MoeAgGemmRun(MoeRun):
+    """A program of ``moe_ag_gemm_specialized_kernel``. The rows of the stages are copied in random order."""
+
+    def __init__(self, seed, num_tiles, tiles_n, steps, activation, source=None, promotes=False):
+        self.copied = set()  # stages
+        super().__init__(seed, num_tiles, tiles_n, steps, activation, source or AG_GEMM_SOURCE, promotes)
+
+    def threads(self):
+        def copy_rows():
+            stages = list(range(MAX_STAGES))
+            self.schedule.random.shuffle(stages)
+            for stage in stages:
+                self.schedule.until()
+                self.copied.add(stage)
+
+        return super().threads() | {"copies": copy_rows}
+
+    def load(self, operands, memory, bars, tiles, problem, signal, steps):
+        self.code["_load"](None, operands, memory, bars, tiles, problem, signal, steps, "waits", self.is_pair, False)
+
+    def store(self, memory, bars, y, pre, tiles, n):
+        self.code["store_partition"](
+            memory, bars, y, pre, tiles, n, 0, 1, self.is_pair, self.activation == "keep", False
+        )
+
+    def _await_copies(self, ctx, stage, ready, waits):
+        assert waits == "waits"
+        self.schedule.until(lambda: self.copied >= set(range(ready, stage + 1)))
+        return max(ready, stage + 1)
+
+    def check_loads(self, tile):
+        assert self.copied >= set(range(self.stages[tile] + 1)), "rows are loaded before they are copied"
+
+
+class MoeGemmRsRun(MoeRun):
+    """A program of ``moe_gemm_rs_specialized_kernel``."""
+
+    def __init__(self, seed, num_tiles, tiles_n, steps, slice_columns, source=None, promotes=False):
+        self.slice_columns, self.num_tiles = slice_columns, num_tiles
+        self.counted = []
+        super().__init__(seed, num_tiles, tiles_n, steps, None, source or GEMM_RS_SOURCE, promotes)
+
+    def __call__(self):
+        super().__call__()
+        assert sorted(self.counted) == sorted(self.taken)
+
+    def load(self, operands, memory, bars, tiles, problem, signal, steps):
+        slices = self.num_tiles, self.slice_columns
+        self.code["_load"](None, operands, memory, bars, tiles, problem, signal, steps, slices, False)
+
+    def store(self, memory, bars, y, pre, tiles, n):
+        self.code["store_partition"](memory, bars, y, y, tiles, n, 0, self.slice_columns, False, False, True)
+
+    def _release(self, word, warps):
+        assert warps == 1 and word == self.storing % self.tiles_n // self.slice_columns
+        assert {entry[1:] for entry in self.sent} >= set(self.quarters(self.storing)), "a tile is counted too early"
+        assert self.storing not in self.counted, "a tile is counted twice"
+        self.counted.append(self.storing)
+        self.schedule.until()

@@ -1,0 +1,188 @@
+"""Tiles of the warp-specialized kernels of tp_moe, on the CPU and in random order."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.ops.experts.tp_moe.specialized_protocol import (
+    AG_GEMM_SOURCE,
+    GEMM_RS_SOURCE,
+    MAX_STAGES,
+    SEEDS,
+    Pointer,
+    compiled,
+)
+from tests.ops.experts.tp_moe.specialized_tiles import MoeAgGemmRun, MoeGemmRsRun
+from tests.support.mutants import check_found, mutated
+
+
+def _table(num_tiles):
+    return [(7 * tile, 100 * tile + 3, 1 + tile % 128) for tile in range(num_tiles)]
+
+
+def _check_places(num_tiles, tiles_n, group_m, begins, order, place, code, past=9):
+    """Check that each column of each tile comes once, that stages ascend, and that later items load nothing."""
+    table = _table(num_tiles)
+    tiles = Pointer([word for entry in table for word in (*entry, -1)]), Pointer(begins), tiles_n, group_m
+    order = code["ends_of_stages"](tiles) if order is None else order
+    num_items, found = num_tiles * tiles_n, []
+    for item in range(num_items + past):
+        stage, number, column, *entry = code["_place_of"](item, num_items, order, tiles, code[place])
+        if item < num_items:
+            assert number % tiles_n == column and tuple(entry) == table[number // tiles_n]
+            found.append((int(stage), number))
+        else:
+            assert entry == [0, 0, 0]
+    assert sorted(number for _, number in found) == list(range(num_items))
+    stages = [stage for stage, _ in found]
+    assert stages == sorted(stages)
+    return found
+
+
+def _check_stages(code):
+    rng = random.Random(1)
+    for case in range(60):
+        tiles_of = [rng.choice([0, 0, 1, 2, 7]) if case else 0 for _ in range(MAX_STAGES)]
+        begins = [sum(tiles_of[:stage]) for stage in range(2 * MAX_STAGES)]
+        found = _check_places(
+            sum(tiles_of), rng.randint(1, 5), rng.choice([1, 2, 8]), begins, None, "place_by_stage", code
+        )
+        num_columns = len(found) // max(sum(tiles_of), 1)
+        assert all(begins[stage] <= number // num_columns < begins[stage + 1] for stage, number in found)
+
+
+def _check_slices(code):
+    for rows, tiles_n, columns, group_m in itertools.product([1, 2, 5], range(1, 8), [1, 2, 3, 8], [1, 2, 8]):
+        found = _check_places(rows, tiles_n, group_m, [0], (rows, columns), "place_by_slice", code)
+        assert all(slice_id == number % tiles_n // columns for slice_id, number in found)
+
+
+def test_places_of_stages():
+    _check_stages(compiled(AG_GEMM_SOURCE))
+
+
+def test_places_of_slices():
+    _check_slices(compiled(GEMM_RS_SOURCE))
+
+
+def test_places_of_slices_without_tiles():
+    """All assignments are dropped. The result is not used."""
+    code = compiled(GEMM_RS_SOURCE)
+    assert _check_places(0, 3, 8, [0], (0, 2), "place_by_slice", code) == []
+
+
+OF_PLACES = {
+    "the first item of a stage is of the stage before": (
+        _check_stages, "is_before = ends <= item", "is_before = ends < item",
+    ),
+    "tiles of a stage begin with the first one": (_check_stages, "first // tiles_n + pid_m", "pid_m"),
+    "a stage without tiles has no row": (
+        _check_stages, "gl.maximum(end - first, tiles_n) // tiles_n", "(end - first) // tiles_n - 1",
+    ),
+    "items past the last one load": (_check_stages, "item < num_items\n    expert", "item < num_items + 1\n    expert"),
+    "the last stage has no end": (
+        _check_stages, "gl.load(begins_ptr + 1 + gl.minimum", "gl.load(begins_ptr + gl.minimum",
+    ),
+    "items past the last one have a place": (
+        _check_slices, "gl.minimum(item, gl.maximum(num_items - 1, 0))", "item",
+    ),
+    "the last slice has as many columns as the others": (
+        _check_slices, "gl.minimum(columns, tiles_n - first)", "columns",
+    ),
+    "a slice begins with the first column": (
+        _check_slices, "return item // of_slice, pid_m, first + pid_n", "return item // of_slice, pid_m, pid_n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_PLACES)
+def test_errors_in_places_are_found(mutant):
+    check, *changes = OF_PLACES[mutant]
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        check(compiled(mutated(AG_GEMM_SOURCE, changes)))
+
+
+TILES = [(0, 2, 3), (1, 1, 1), (2, 2, 9), (4, 3, 5), (3, 5, 14)]  # tiles, tile columns, steps
+
+
+@pytest.mark.parametrize("num_tiles, tiles_n, steps", TILES)
+@pytest.mark.parametrize("activation, promotes", [(None, False), ("swiglu", True), ("keep", False)])
+def test_moe_ag_gemm_in_any_order(num_tiles, tiles_n, steps, activation, promotes):
+    for seed in range(SEEDS):
+        MoeAgGemmRun(seed, num_tiles, tiles_n, steps, activation, promotes=promotes)()
+
+
+@pytest.mark.parametrize("num_tiles, tiles_n, steps", TILES)
+@pytest.mark.parametrize("slice_columns, promotes", [(1, False), (2, True)])
+def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, slice_columns, promotes):
+    for seed in range(SEEDS):
+        MoeGemmRsRun(seed, num_tiles, tiles_n, steps, slice_columns, promotes=promotes)()
+
+
+PLACE = "        stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)\n"
+NEXT_FUNCTION = "\n\n\n@gluon.jit\ndef store_partition("  # of ``tiles``
+OF_TILES = {
+    "both halves of the rows are loaded": (
+        "        is_whole = count > HALF_M\n", "        is_whole = count >= HALF_M\n",
+    ),
+    "a half with one row is not loaded": (
+        "        is_whole = count > HALF_M\n", "        is_whole = count > HALF_M + 1\n",
+    ),
+    "halves are multiplied as whole tiles": ("2 * number + gl.where(is_whole, 0, 1)", "2 * number"),
+    "a tile has the place of the one before": (
+        "        item = item_of_warp(answer)\n" + PLACE, PLACE + "        item = item_of_warp(answer)\n",
+    ),
+    "the place of a tile is not computed": (
+        "        item = item_of_warp(answer)\n" + PLACE, "        item = item_of_warp(answer)\n",
+    ),
+    "steps are loaded twice": ("turn, late, steps, HALF_ROWS", "turn, early, steps, HALF_ROWS"),
+    "steps are not loaded": ("turn, early, late, HALF_ROWS", "turn, late, late, HALF_ROWS"),
+    "the end of the items is not passed on": (
+        "    end_items(memory, bars, turn)" + NEXT_FUNCTION, "    pass" + NEXT_FUNCTION,
+    ),
+    "rows of the next tile are stored by TMA": ("row + BLOCK_M <= end", "row + HALF_M <= end"),
+    "rows of the next tile are stored": ("end = row + gl.load(entry + 2)", "end = row + BLOCK_M"),
+    "a tile is stored at the rows of the first one": (
+        "entry = table_ptr + number // tiles_n * TILE_WORDS", "entry = table_ptr",
+    ),
+    "a tile is stored at the first columns": ("pid_n = number % tiles_n", "pid_n = 0"),
+    "tiles come from the other queue": ("answer = request_by_warp(ctx, 0)", "answer = request_by_warp(ctx, 1)"),
+    "a half is free before it has been read": ("        tma.store_wait(0)\n", ""),
+}
+AWAIT = "            ready = AWAIT(ctx, stage, ready, waits)\n"
+OF_AG_GEMM = {
+    "rows are not awaited": (AWAIT, "            pass\n"),
+    "rows of the stage before are awaited": (AWAIT, "            ready = AWAIT(ctx, stage - 1, ready, waits)\n"),
+    "rows of one stage too few are awaited": (AWAIT, "            ready = AWAIT(ctx, stage, ready + 1, waits)\n"),
+}
+COUNT = "            await_tma_stores()\n            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)"
+OF_GEMM_RS = {
+    "a tile is counted before its stores": (COUNT, COUNT.replace("            await_tma_stores()\n", "")),
+    "a tile is counted when TMA has read it": (COUNT, COUNT.replace("await_tma_stores()", "tma.store_wait(0)")),
+    "a tile is counted when its stores are awaited later": (
+        COUNT, COUNT.split("\n")[1] + "\n            await_tma_stores()",
+    ),
+    "a tile is counted for another slice": ("done_ptr + pid_n // slice_columns", "done_ptr + pid_n"),
+    "a tile is counted twice": (COUNT, COUNT + "\n" + COUNT.split("\n")[1]),
+    "only some tiles are counted": ("        if COUNTS:\n", "        if COUNTS and end - row > HALF_M:\n"),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_TILES | OF_AG_GEMM)
+@pytest.mark.parametrize("activation", [None, "keep"])
+def test_errors_in_moe_ag_gemm_are_found(mutant, activation):
+    changes = (OF_TILES | OF_AG_GEMM)[mutant]
+    check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 10, activation, source), AG_GEMM_SOURCE, changes)
+
+
+def test_columns_of_up_that_are_stored_with_those_of_gate_are_found():
+    """Columns past the last one of gate are those of up. TMA stores no columns past those of the output."""
+    changes = "(row + BLOCK_M <= end) & (col + HALF_N <= N)", "(row + BLOCK_M <= end)"
+    check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 2, "keep", source), AG_GEMM_SOURCE, changes)
+
+
+@pytest.mark.parametrize("mutant", OF_TILES | OF_GEMM_RS)
+def test_errors_in_moe_gemm_rs_are_found(mutant):
+    changes = (OF_TILES | OF_GEMM_RS)[mutant]
+    check_found(lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, 2, source), GEMM_RS_SOURCE, changes)
