@@ -127,6 +127,22 @@ def mismatch_reason(call, references):
     return None
 
 
+def drop_wrong(calls, names, references):
+    """Remove the calls of ``names`` that fail or have a wrong result. Return {name: reason}.
+
+    Args:
+        calls: {name: call}, changed in place.
+        references: as for ``mismatch_reason``.
+    """
+    reasons = {}
+    for name in names:
+        reason = failure_reason(calls[name], references[0][0]) or mismatch_reason(calls[name], references)
+        if reason is not None:
+            reasons[name] = reason
+            del calls[name]
+    return reasons
+
+
 def _as_tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 

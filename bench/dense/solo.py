@@ -64,10 +64,7 @@ def measure(case, plan):
             configs = _configs(case)
     calls = {"gemm": case.direction.gemm, "tdkernels": case.direction.ours(case, None)}
     calls |= {name: case.direction.ours(case, config) for name, config in configs.items()}
-    for name in [name for name in calls if name != "gemm"]:
-        if reason := harness.failure_reason(calls[name], sets[0]) or harness.mismatch_reason(calls[name], references):
-            absent[name] = reason
-            del calls[name]
+    absent |= harness.drop_wrong(calls, [name for name in calls if name != "gemm"], references)
     if set(calls) == {"gemm"}:
         raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in absent.items()))
     if rank_device().type == "cuda":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from tdkernels.lang import context as words
-from tdkernels.solo.relay import Relay
+from tdkernels.solo.relay import NoRelay, Relay
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
@@ -58,8 +58,7 @@ class SoloWorkspace(Workspace):
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
-        self._is_local = name in _LOCAL
-        if name not in NAMES and not self._is_local:
+        if name not in NAMES and name not in _LOCAL:
             raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(NAMES)}")
         super().__init__(state, device, name, halves, across_nodes)
         self._views, self._captured_views = {}, []
@@ -82,8 +81,6 @@ class SoloWorkspace(Workspace):
 
     def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
         plan = super().prepare(operator, fields, half_bytes, half_signals, num_flags)
-        if self._is_local:
-            return plan
         if plan not in self._views:
             self._views[plan] = self._view(operator, half_bytes, half_signals)
         self.buffer, self.ctx, self.launches, self._relay = self._views[plan]
@@ -91,6 +88,8 @@ class SoloWorkspace(Workspace):
 
     def _view(self, operator, half_bytes, half_signals):
         """Return (buffer, context table, cached launches, relay) of a plan."""
+        if self.name in _LOCAL:  # all plans have those of the workspace; a relay would wait for signals until a timeout
+            return self.buffer, self.ctx, self.launches, NoRelay()
         ranks = self.world_size
         shift, smallest = half_bytes // ranks, words_bytes(self.half_signals)
         if half_bytes % ranks or half_signals % ranks or shift % 16 or shift < smallest:
@@ -110,8 +109,6 @@ class SoloWorkspace(Workspace):
 
     def before_launch(self) -> torch.cuda.Stream | None:
         stream = super().before_launch()
-        if self._is_local:
-            return stream
         if self._relay.is_ready:
             self._relay.start()
         else:  # the peers' signals have arrived before the kernel runs
@@ -119,9 +116,6 @@ class SoloWorkspace(Workspace):
         return stream
 
     def after_launch(self, stream: torch.cuda.Stream | None = None) -> None:
-        if self._is_local:
-            super().after_launch(stream)
-            return
         if self._relay.is_ready:
             self._relay.join()
         else:
