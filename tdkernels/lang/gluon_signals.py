@@ -99,8 +99,7 @@ def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
         " @last st.release.sys.global.b64 [$4], $5; mov.b32 $0, 0; }",
         "=r,l,l,l,l,l,r,~{memory}",
         [
-            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value),
-            _threads(2),
+            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value), _threads(2),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )

@@ -10,8 +10,8 @@ from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
 from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
-from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as launch_group_gemm
+from tdkernels.ops.experts.grouped_gemm.layout import memory_layout
 from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
 from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched, piece_of
@@ -75,7 +75,7 @@ def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False
     scales, out = _scales(dtype, ROWS, scaling, (experts,))
     x = torch.empty(ROWS, K, dtype=dtype)
     w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
-    layout = grouped_gemm.memory_layout(w, activation)
+    layout = memory_layout(w, activation)
     y, pre = torch.empty(ROWS, layout[1], dtype=out), torch.empty(ROWS, N, dtype=out) if keep else None
     splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     config = GroupGemmConfig(tiles=TILES)
@@ -97,7 +97,7 @@ def _moe_operands(ranks, experts, choices, dtype, w_is_kn, scaling):
 def moe_ag_gemm_launch(choices, dtype, activation=None, w_is_kn=False, keep=False, scaling="fast"):
     """Return (kernel, args, kwargs) for 8 experts and 4 ranks."""
     routing, w, scales, out, numbers, words = _moe_operands(4, 8, choices, dtype, w_is_kn, scaling)
-    rows, width = 4 * ROWS * choices, grouped_gemm.memory_layout(w, activation)[1]
+    rows, width = 4 * ROWS * choices, memory_layout(w, activation)[1]
     made = Launched(
         torch.empty(rows, width, dtype=out), torch.empty(rows, N, dtype=out) if keep else None,
         torch.empty(rows, K, dtype=dtype),

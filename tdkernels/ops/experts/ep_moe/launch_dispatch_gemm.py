@@ -9,7 +9,8 @@ from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import Sending, ep_dispatch_gemm_kernel
-from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
+from tdkernels.ops.experts.grouped_gemm.launch import product_constants
+from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec

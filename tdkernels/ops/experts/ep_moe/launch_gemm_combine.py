@@ -7,7 +7,8 @@ import torch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.ep_moe.kernel_gemm_combine import ep_gemm_combine_kernel
-from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.grouped_gemm.launch import product_constants, rows_descriptor
+from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec

@@ -22,6 +22,7 @@ from tdkernels.autotune.selection import DEFAULT, choice_of_call, look_up
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.config import invariant_config
+from tdkernels.ops.experts.grouped_gemm.layout import lies_as_kn, weight_layout
 from tdkernels.symm.group import alone
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ LAYOUTS = "none", "swiglu", "swiglu_interleaved", KN, DW
 
 def layout_of(w: torch.Tensor, activation: str | None = None) -> str:
     """Return the entry of LAYOUTS for a product with w [E, N, K]."""
-    return activation or (KN if launch.lies_as_kn(w) else "none")
+    return activation or (KN if lies_as_kn(w) else "none")
 
 
 def product(
@@ -160,7 +161,7 @@ def weight_gradient_by_torch(dy: torch.Tensor, x: torch.Tensor, splits: torch.Te
 
 def _as_torch_takes_it(w):
     """Return the weight, copied unless its rows or columns are contiguous and all start at multiples of 16 bytes."""
-    w, *strides, _ = launch.weight_layout(w)
+    w, *strides, _ = weight_layout(w)
     starts = w.data_ptr(), *(stride * w.element_size() for stride in strides)
     return w.clone(memory_format=torch.contiguous_format) if any(start % 16 for start in starts) else w
 

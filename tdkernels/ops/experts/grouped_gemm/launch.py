@@ -12,6 +12,7 @@ from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles,
 from tdkernels.ops.experts.grouped_gemm import launch_specialized
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, default_config
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
+from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, tma_fits, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -22,50 +23,6 @@ from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached
 # tensor cores. A group with at least _LONG_GROUP rows gets larger tiles.
 _LAST_R = 16
 _LONG_GROUP = 4096
-
-
-def planes_of(w: torch.Tensor, activation: str | None) -> tuple[int, ...]:
-    """Return (number of planes, N of a plane) for a weight [E, N, K].
-
-    A plane is the weight of one expert. With activation "swiglu" an expert has two planes, gate and up.
-    """
-    return (2 * w.shape[0], w.shape[1] // 2) if activation == "swiglu" else tuple(w.shape[:2])
-
-
-def _is_stored_nk(w, halves=False):
-    """Return whether each plane is row-major and, with ``halves``, the planes are adjacent."""
-    experts, n, k = w.shape
-    return w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
-
-
-def lies_as_kn(w: torch.Tensor) -> bool:
-    """Return whether the planes of a weight [E, N, K] are stored as [K, N], as in a transposed weight."""
-    return not _is_stored_nk(w) and w.stride(1) == 1 and w.stride(2) >= w.shape[1]
-
-
-def weight_layout(w: torch.Tensor, activation: str | None = None) -> tuple[torch.Tensor, int, int, bool]:
-    """Return (weight, plane stride, row stride, is_kn), where ``is_kn`` means that planes are stored as [K, N].
-
-    The weight is copied only if its planes are neither row-major nor column-major. With activation "swiglu" gate and
-    up are separate planes, which must all have the same distance. A weight in fp8 is also copied if its planes are
-    column-major, because tensor cores read such planes in 16-bit types only.
-    """
-    halves = activation == "swiglu"
-    if not halves and w.element_size() > 1 and lies_as_kn(w):
-        return w, w.stride(0), w.stride(2), True
-    if not _is_stored_nk(w, halves):
-        w = w.contiguous()
-    return w, w.shape[1] // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
-
-
-def tma_fits(x_k: int, w: torch.Tensor, stride_plane: int, stride_w: int, is_kn: bool, tiles: Tiles) -> bool:
-    """Return whether rows of ``x_k`` elements and the weight can be read through tensor descriptors (TMA)."""
-    size = w.element_size()
-    if not gpu.has_tma(w.device) or size > 2 or w.data_ptr() % 16:
-        return False
-    if is_kn and x_k % tiles.block_k:
-        return False  # a block past the last row of a plane would read the next plane, which may contain NaN
-    return all(width * size % 16 == 0 for width in (x_k, stride_plane, stride_w)) and min(w.shape[1:]) > 1
 
 
 def weight_descriptor(
@@ -240,27 +197,10 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
 
 
-def memory_layout(w: torch.Tensor, activation: str | None) -> tuple[int, int, list[int], bool]:
-    """Return (planes, N of a plane, strides of planes and rows, is_kn) of a weight that needs no copy."""
-    _, *strides, is_kn = weight_layout(w, activation)
-    planes, n = planes_of(w, activation)
-    return planes, n, strides, is_kn
-
-
-def multiplies_specialized(
-    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
-    scales: Scales | None = None,
-) -> bool:
-    """Return whether a warp-specialized kernel multiplies these operands. ``layout`` is that of ``memory_layout``."""
-    _, _, (stride_plane, stride_w), is_kn = layout
-    fits = tma_fits(x.shape[1], w, stride_plane, stride_w, is_kn, config.tiles)
-    return launch_specialized.supports(x, w, layout, activation, config, fits, scales)
-
-
 def _specializes(x, w, layout, activation, config, scales=None):
     """Return whether the warp-specialized kernel of group_gemm runs these operands."""
     has_registers = launch_specialized.has_registers(w.shape[0], scales)
-    return has_registers and multiplies_specialized(x, w, layout, activation, config, scales)
+    return has_registers and launch_specialized.supports(x, w, layout, activation, config, scales)
 
 
 def compile(

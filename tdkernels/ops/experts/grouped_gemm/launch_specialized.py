@@ -9,6 +9,7 @@ from tdkernels.ops.common.gemm_operands import scale_pointers
 from tdkernels.ops.common.scaling import BLOCK, Scales
 from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
+from tdkernels.ops.experts.grouped_gemm.layout import MemoryLayout, tma_fits
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor, optional_kernel
@@ -27,17 +28,18 @@ def kernel() -> Any:
 
 
 def supports(
-    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], activation: str | None, config: Any,
-    fits_tma: bool, scales: Scales | None = None,
+    x: torch.Tensor, w: torch.Tensor, layout: MemoryLayout, activation: str | None, config: Any,
+    scales: Scales | None = None,
 ) -> bool:
     """Return whether a warp-specialized kernel multiplies x [R, K] by a weight w.
 
-    ``layout`` is (planes, N of a plane, strides of planes and rows, is_kn), see ``launch.weight_layout``. The planes
-    must be adjacent, because they are read as one matrix. ``fits_tma``: the result of ``launch.tma_fits``.
+    ``layout`` is the ``memory_layout`` of w. The planes must be adjacent, because they are read as one matrix.
     """
-    if not fits_tma or not specialized.is_enabled(config) or activation not in (None, "swiglu"):
-        return False
     (planes, n, (stride_plane, stride_w), is_kn), k = layout, x.shape[1]
+    if not tma_fits(k, w, stride_plane, stride_w, is_kn, config.tiles):
+        return False
+    if not specialized.is_enabled(config) or activation not in (None, "swiglu"):
+        return False
     if gpu.capability(x.device) != (9, 0) or x.itemsize > 2 or config.tiles.block_k * x.itemsize != STEP_BYTES:
         return False
     if scales is not None and not _supports_scaled(x, w, planes, n, scales):
@@ -68,7 +70,7 @@ def output_descriptor(y: torch.Tensor) -> Any:
 
 
 def arguments(
-    x: torch.Tensor, w: torch.Tensor, layout: tuple[int, int, list[int], bool], splits: torch.Tensor,
+    x: torch.Tensor, w: torch.Tensor, layout: MemoryLayout, splits: torch.Tensor,
     counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the kernel for operands that ``supports`` accepts.
@@ -80,10 +82,11 @@ def arguments(
     operands = x_desc, weight_descriptor(w, layout), *scale_pointers(scales)
     args = *operands, splits, counter, *outputs(y, pre), experts, rows, layout[1], k, config.tiles.group_m
     experts_of_warp = max(next_power_of_2(experts), _LEAST_EXPERTS)
-    return args, {"EXPERTS": experts_of_warp, **product_constants(w, layout, scales)}
+    constants = product_constants(w, layout, scales)
+    return args, {"EXPERTS": experts_of_warp, "PAIR": layout[0] > experts, **constants}
 
 
-def weight_descriptor(w: torch.Tensor, layout: tuple[int, int, list[int], bool]) -> Any:
+def weight_descriptor(w: torch.Tensor, layout: MemoryLayout) -> Any:
     """Return the descriptor of a weight, all of whose planes are one matrix. ``layout``: as for ``supports``."""
     (planes, n, (_, stride_w), is_kn), k = layout, w.shape[2]
     block_k = STEP_BYTES // w.itemsize
@@ -98,21 +101,17 @@ def outputs(y: torch.Tensor, pre: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def product_constants(
-    w: torch.Tensor, layout: tuple[int, int, list[int], bool], scales: Scales | None
+    w: torch.Tensor, layout: MemoryLayout, scales: Scales | None
 ) -> dict[str, Any]:
-    """Return the constants of a kernel for the products, and the launch options. ``layout``: as for ``supports``."""
-    experts = w.shape[0]
-    return {
-        "PAIR": layout[0] > experts, "W_IS_KN": layout[3], **scale_constants(scales, experts), "num_warps": 4,
-    }
+    """Return the constants of a kernel for the products, and the launch options. ``layout``: as for ``supports``.
 
-
-def scale_constants(scales: Scales | None, experts: int) -> dict[str, Any]:
-    """Return the constants for scaled operands. The scales of the weight may be one for each expert."""
+    The scales of the weight may be one for each expert.
+    """
+    constants = {"W_IS_KN": layout[3], "num_warps": 4}
     if scales is None:
-        return {}
-    step, expert_step = weight_scale_steps(scales, experts)
-    return specialized.scale_constants(scales) | {"W_STEP": step, "EXPERT_STEP": expert_step}
+        return constants
+    step, expert_step = weight_scale_steps(scales, w.shape[0])
+    return constants | specialized.scale_constants(scales) | {"W_STEP": step, "EXPERT_STEP": expert_step}
 
 
 def weight_scale_steps(scales: Scales, experts: int) -> tuple[int, int]:
@@ -121,7 +120,7 @@ def weight_scale_steps(scales: Scales, experts: int) -> tuple[int, int]:
     return int(by_row and number > experts), int(by_row and number == experts > 1)
 
 
-def num_programs(rows: int, experts: int, layout: tuple[int, int, list[int], bool], device: torch.device) -> int:
+def num_programs(rows: int, experts: int, layout: MemoryLayout, device: torch.device) -> int:
     """Return the number of programs: at most one for each multiprocessor."""
     planes, n = layout[:2]
     tiles_n = cdiv(n, _BLOCK_N // 2 if planes > experts else _BLOCK_N)

@@ -8,7 +8,8 @@ import torch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.grouped_gemm.launch import product_constants, rows_descriptor
+from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.rounding import cdiv, next_power_of_2

@@ -9,8 +9,8 @@ from tdkernels.ops.common.gemm_operands import scale_pointers
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
-from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
-from tdkernels.ops.experts.grouped_gemm import launch_specialized as of_grouped_gemm
+from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
+from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
 _MOST_SLICES = 8  # of moe_gemm_rs, at most MAX_STAGES
-_PUSHING_PROGRAMS = 4  # that push as fast with two warps each as a program of the portable kernel with all warps
+_PROGRAMS_THAT_PUSH = 4  # with two warps each, for each program of the portable kernel, all of whose warps push
 
 
 @optional_kernel("moe_ag_gemm: the warp-specialized kernel")
@@ -48,13 +48,12 @@ def supports(
     """
     if not x.shape[0]:
         return False
-    layout = grouped_gemm.memory_layout(w, activation)
-    return grouped_gemm.multiplies_specialized(x, w, layout, activation, config, scales)
+    return grouped_gemm.supports(x, w, memory_layout(w, activation), activation, config, scales)
 
 
 def num_pushing(num_comm: int, device: torch.device) -> int:
-    """Return how many programs push with two warps, for a number of programs that push with all warps."""
-    return min(_PUSHING_PROGRAMS * num_comm, grid(device)[0])
+    """Return the number of programs that push, for ``num_comm`` of the portable kernel."""
+    return min(_PROGRAMS_THAT_PUSH * num_comm, grid(device)[0])
 
 
 def num_flags(routing: "MoeRouting", config: Any) -> int:
@@ -75,17 +74,17 @@ def ag_gemm_arguments(
 
     ``routed`` and ``made`` are those of ``launch_ag_gemm._arguments``.
     """
-    layout, (tokens, k) = grouped_gemm.memory_layout(w, activation), x.shape
+    layout, (tokens, k) = memory_layout(w, activation), x.shape
     of_choices, choices, table, begins = routed
     rows = choices.shape[0]
     args = (
         ctx, x, made.rows, specialized.rows_descriptor(made.rows, 1, rows, rows * k),
-        of_grouped_gemm.weight_descriptor(w, layout), *scale_pointers(scales), of_choices, table, begins, done,
-        *of_grouped_gemm.outputs(made.y, made.pre), tokens, rows, layout[1], k, routing.slot_rows, plan, num_comm,
+        grouped_gemm.weight_descriptor(w, layout), *scale_pointers(scales), of_choices, table, begins, done,
+        *grouped_gemm.outputs(made.y, made.pre), tokens, rows, layout[1], k, routing.slot_rows, plan, num_comm,
         routing.chunk_rows, routing.num_stages, config.tiles.group_m,
     )
-    constants = of_grouped_gemm.product_constants(w, layout, scales)
-    return args, {"CHOICES": routing.num_choices, **constants}
+    constants = grouped_gemm.product_constants(w, layout, scales)
+    return args, {"CHOICES": routing.num_choices, "PAIR": layout[0] > w.shape[0], **constants}
 
 
 def compile_ag_gemm(
@@ -93,7 +92,7 @@ def compile_ag_gemm(
     config: Any, activation: str | None,
 ) -> None:
     """Compile the kernel of moe_ag_gemm into Triton's cache, without launching it."""
-    w = grouped_gemm.weight_layout(w, activation)[0]
+    w = weight_layout(w, activation)[0]
     args, constants = ag_gemm_arguments(ctx, x, w, routing, routed, made, ctx, 0, 1, config, activation)
     ag_gemm_kernel().warmup(*args, grid=(1,), **constants)
 
@@ -107,16 +106,15 @@ def gemm_rs_arguments(
 
     ``routed`` is (rows, table and begins of the tiling), ``piece`` the Piece of the portable kernel.
     """
-    layout, (rows, k) = grouped_gemm.memory_layout(w, None), h.shape
+    layout, (rows, k) = memory_layout(w, None), h.shape
     of_choices, table, begins = routed
     args = (
-        ctx, specialized.rows_descriptor(h, 1, rows, rows * k), of_grouped_gemm.weight_descriptor(w, layout),
+        ctx, specialized.rows_descriptor(h, 1, rows, rows * k), grouped_gemm.weight_descriptor(w, layout),
         *scale_pointers(scales), of_choices, weights, table, begins, done, out,
-        of_grouped_gemm.output_descriptor(out), z, routing.tokens, rows, layout[1], k, plan, routing.chunk_rows,
+        grouped_gemm.output_descriptor(out), z, routing.tokens, rows, layout[1], k, plan, routing.chunk_rows,
         _slice_columns(layout[1], piece.columns), config.tiles.group_m,
     )
-    constants = of_grouped_gemm.product_constants(w, layout, scales)
-    del constants["PAIR"]
+    constants = grouped_gemm.product_constants(w, layout, scales)
     return args, {
         "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
         "ROUND_OWN": is_batch_invariant(), **constants,
@@ -134,6 +132,6 @@ def compile_gemm_rs(
     weights: torch.Tensor | None, out: torch.Tensor, piece: "Piece", config: Any,
 ) -> None:
     """Compile the kernel of moe_gemm_rs into Triton's cache, without launching it."""
-    w = grouped_gemm.weight_layout(w)[0]
+    w = weight_layout(w)[0]
     args, constants = gemm_rs_arguments(ctx, h, w, routing, routed, weights, ctx, out, out, 0, piece, config)
     gemm_rs_kernel().warmup(*args, grid=(1,), **constants)

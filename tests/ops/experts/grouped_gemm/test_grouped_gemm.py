@@ -15,6 +15,7 @@ from tdkernels import GroupGemmConfig, Tiles
 from tdkernels import lang as td
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import ends_of, swiglu_ref
+from tdkernels.ops.experts.grouped_gemm.layout import weight_layout
 from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
 from tests.ops.dense import cases as dense
 from tests.ops.experts.grouped_gemm.oracle import Grouped, counts_within
@@ -274,10 +275,10 @@ def test_w_is_copied_only_if_required(layout, copied):
     contiguous = torch.randn(3, 8, 5)
     w = contiguous if layout == "contiguous" else W_LAYOUTS[layout](contiguous)
     for activation in ACTIVATIONS:
-        result = launch.weight_layout(w, activation)[0]
+        result = weight_layout(w, activation)[0]
         assert (result is not w) == (activation in copied), activation
     back = w.transpose(1, 2)  # the operand of the gradient of x
-    assert launch.weight_layout(back)[0] is back
+    assert weight_layout(back)[0] is back
 
 
 # ---- autograd ----

@@ -8,7 +8,7 @@ import torch
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles
-from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.ops.experts.grouped_gemm import launch, layout
 from tests.ops.dense import cases as dense
 from tests.ops.experts.grouped_gemm.scaled_cases import E4M3, E5M2, ScaledGrouped
 from tests.ops.experts.grouped_gemm.test_grouped_gemm import ACTIVATIONS, W_LAYOUTS
@@ -126,7 +126,7 @@ def test_layouts(operand, layout, activation):
 def test_column_major_weights_are_copied():
     """Tensor cores read fp8 operands along K only."""
     w = torch.zeros(3, 64, 32, dtype=E4M3).transpose(1, 2)
-    copy, plane, row, is_kn = launch.weight_layout(w)
+    copy, plane, row, is_kn = layout.weight_layout(w)
     assert (plane, row, is_kn) == (32 * 64, 64, False) and copy.is_contiguous()
 
 
