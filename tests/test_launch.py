@@ -310,7 +310,9 @@ def test_dead_rank_whose_pipe_stays_open(start, tmp_path):
 
 
 def test_timeout(spawned, start, capfd):
-    pool = start(2, "cpu", timeout_s=1.5)
+    pool = start(2, "cpu", timeout_s=60)
+    pool.run(sleep_on, 1, 0)  # the first call imports this module
+    pool.timeout_s = 1.5
     with pytest.raises(RankError, match=r"rank 1 had not returned within 1\.5 s") as info:
         pool.run(sleep_on, 1, 600)
     assert info.value.rank == 1 and info.value.results == [0, None]

@@ -47,7 +47,10 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_K: tl.constexpr = None):
             after which the result is added to ``acc`` in fp32. None: the tensor cores accumulate all of K.
     """
     if target() == "interpreter":
-        return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)
+        # numpy's matmul in fp32 adds in an order that depends on the CPU and on the place of a row in its tile. In fp64
+        # the order changes bits that the rounding to fp32 removes.
+        wide_a, wide_b = to_float32(a).to(tl.float64), to_float32(b).to(tl.float64)
+        return acc + tl.dot(wide_a, wide_b, out_dtype=tl.float64).to(tl.float32)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE_K)
 
