@@ -606,3 +606,13 @@ def test_prefetch_changes_nothing():
 
 def test_dot():
     on_ranks(1, check_dot)
+
+
+def test_dot_in_the_interpreter_does_not_depend_on_the_cpu():
+    """It computes in fp64 and rounds once, so that the order of the sum does not matter."""
+    m, n, k = 16, 32, 64
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((m, k), (k, n)))
+    c = torch.empty(m, n)
+    dot_kernel[(1,)](a, b, c, M=m, N=n, K=k, STEP=k, PRECISION="ieee")
+    assert torch.equal(c, (a.double() @ b.double()).float() + 0.25)
