@@ -110,7 +110,7 @@ class AgGemmRun(Run):
 
     def names(self):
         return {
-            "_of_weight": lambda which, choices: choices[0], "count_ready_by_warp": self._count_ready,
+            "of_weight": lambda which, choices: choices[0], "count_ready_by_warp": self._count_ready,
             "_place_of": self._place_of, "selected": lambda one, other, is_one: one if is_one else other,
             "signal_at": lambda ctx, half, number: number, "wait_plan": self._wait_plan,
         }

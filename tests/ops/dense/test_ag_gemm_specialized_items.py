@@ -19,7 +19,7 @@ BLOCK_N = SPECIALIZED_TILE[1]
 
 def place_of():
     """Return ``_place_of`` for integers of Python, with tiles in the order of their numbers."""
-    functions = partitions._columns_of, partitions._place_of
+    functions = partitions.columns_of, partitions._place_of
     source = "\n".join(inspect.getsource(function.fn) for function in functions)
     for start in ("second", "third"):
         assert source.count(f"(pid_n >= {start}).to(gl.int32)") == 1

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tdkernels.ops.dense.ag_gemm.specialized import partitions as of_ag_gemm
-from tdkernels.ops.dense.gemm_rs.specialized import partitions as of_gemm_rs
+from tdkernels.ops.dense.ag_gemm.specialized import multiply as of_ag_gemm
+from tdkernels.ops.dense.gemm_rs.specialized import multiply as of_gemm_rs
 from tdkernels.ops.experts.grouped_gemm.specialized import scales as of_group_gemm
 
 BLOCK_M, HALF_M, BLOCK_N, HALF_N = 128, 64, 256, 128
@@ -45,7 +45,7 @@ class Number(int):
 
 def function(module, name, change=("", "")):
     """Return a function of a module for integers of Python, with one change of its source or that of its helpers."""
-    helpers = ["_scales_of_shard", "_scales_of_rows"]
+    helpers = ["_scales_of_shard", "_scales_of_rows", "block_scale_pointers"]
     sources = [inspect.getsource(getattr(module, each).fn) for each in [*helpers, name] if hasattr(module, each)]
     gl = SimpleNamespace(
         constexpr=int, int64=None, float32=None, where=lambda condition, one, other: one if condition else other,
@@ -224,9 +224,9 @@ def test_block_scales_of_every_tile(operator):
 BLOCK_MUTANTS = [
     *[(operator, ("place[0] + WHICH * HALF_M", "place[0]")) for operator in BLOCKS],
     *[(operator, ("place[1] * BLOCK_N", "place[1] * HALF_N")) for operator in ("group_gemm",)],
-    ("ag_gemm", ("col + HALF_N < weights[2]", "True")), ("gemm_rs", ("col + HALF_N < columns", "True")),
-    ("group_gemm", ("col + HALF_N < N", "True")), ("ag_gemm", ("place[2] // 4", "place[2]")),
-    ("gemm_rs", ("col // HALF_N", "col // HALF_M")), ("group_gemm", ("* blocks_n + col", "+ col")),
+    *[(operator, ("col + HALF_N < columns", "True")) for operator in list(BLOCKS)[:3]],
+    ("ag_gemm", ("place[2] // 4", "place[2]")), ("gemm_rs", ("col // HALF_N", "col // HALF_M")),
+    ("group_gemm", ("(blocks_n * blocks)", "blocks")),
     ("pair", ("(2 * blocks_n)", "blocks_n")), ("pair", ("gate_ptr + blocks_n * blocks", "gate_ptr")),
 ]
 

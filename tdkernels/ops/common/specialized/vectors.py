@@ -36,6 +36,17 @@ def load_columns(ptr, columns, step):
 
 
 @gluon.jit
+def block_scale_pointers(w_ptr, col, columns, blocks):
+    """Return the pointers to the scales [blocks] of the weight for each half of the columns of a tile.
+
+    w_ptr: pointer to the scales of column 0
+    col, columns: first column of the tile, and number of columns of the weight
+    """
+    left_ptr = w_ptr + col // HALF_N * blocks
+    return left_ptr, left_ptr + gl.where(col + HALF_N < columns, blocks, 0)  # any scale, if the last half is empty
+
+
+@gluon.jit
 def load_block_scales(x_ptr, rows, left_ptr, right_ptr, blocks, step):
     """Return the block-wise scales of a step of K: vectors of HALF_M for the rows and for each half of the columns.
 

@@ -27,7 +27,6 @@ from tdkernels.lang.gluon_signals import agreed_signal
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    HALF_COLUMNS,
     PROMOTE_REGISTERS,
     REGISTERS,
     STEP_BYTES,
@@ -35,18 +34,9 @@ from tdkernels.ops.common.specialized.layout import (
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition
-from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.common.specialized.push import push_partition
-from tdkernels.ops.dense.ag_gemm.specialized.partitions import (
-    add_bias,
-    bias_of_tile,
-    load_partition,
-    scale_tile,
-    scales_of_step,
-    scales_of_tile,
-    store_partition,
-)
+from tdkernels.ops.dense.ag_gemm.specialized.multiply import multiply_tiles
+from tdkernels.ops.dense.ag_gemm.specialized.partitions import load_partition, store_partition
 
 
 @gluon.jit
@@ -123,27 +113,11 @@ def ag_gemm_specialized_kernel(
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     of_x = me, x_scale_ptr, data_at(ctx, half, me) + scales_offset, M_shard, slot_bytes
     epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, steps, X_STEP, W_STEP
-    prepare: gl.constexpr = scales_of_tile if SCALING == "row" else (bias_of_tile if HAS_BIAS else None)
-    finish_half: gl.constexpr = scale_tile if SCALING == "row" else (add_bias if HAS_BIAS else no_epilogue)
-    factors: gl.constexpr = scales_of_step if SCALING == "block" else None
     scales = x_scale_ptr, scales_offset, steps if SCALING == "block" else 1
-    halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
-            (
-                multiply_partition,
-                (
-                    memory, bars, steps, epilogue, 0, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare, PROMOTE,
-                    factors,
-                ),
-            ),
-            (
-                multiply_partition,
-                (
-                    memory, bars, steps, epilogue, 1, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare, PROMOTE,
-                    factors,
-                ),
-            ),
+            (multiply_tiles, (memory, bars, steps, epilogue, 0, W_IS_KN, HAS_BIAS, SCALING, PROMOTE)),
+            (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, HAS_BIAS, SCALING, PROMOTE)),
             (
                 push_partition,
                 (ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm, FIXED_HALF),

@@ -1,4 +1,4 @@
-"""The partitions of ``ag_gemm_specialized_kernel`` that load and store tiles, and the epilogue of those that multiply.
+"""The partitions of ``ag_gemm_specialized_kernel`` that load and store tiles.
 
 Work item number ``item`` is passed on as ``2 * item + is_half``. Arguments of several functions:
 
@@ -13,13 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_signals import count_ready_by_warp, item_of_warp, request_by_warp
-from tdkernels.lang.memory import pointer_to
 from tdkernels.lang.signals import wait_plan
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     HALF_COLUMNS,
-    HALF_M,
     HALF_N,
     NO_ITEM,
     ONE_WARP,
@@ -30,18 +28,11 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.common.specialized.vectors import (
-    load_block_scales,
-    load_columns,
-    load_rows,
-    plus_bias,
-    times_scales,
-)
 from tdkernels.ops.dense.ag_gemm.kernel import selected, tile_by_arrival
 
 
 @gluon.jit
-def _columns_of(which, weights):
+def columns_of(which, weights):
     """Return the number of columns of the output of weight number ``which``."""
     _, _, n, n_2, n_3 = weights
     return gl.where(which == 2, n_3, gl.where(which == 1, n_2, n))
@@ -58,13 +49,13 @@ def _place_of(item, order, weights):
     which = (pid_n >= second).to(gl.int32) + (pid_n >= third).to(gl.int32)
     pid_n -= gl.where(which == 2, third, gl.where(which == 1, second, 0))
     col = pid_n * BLOCK_N + halves % 2 * HALF_N
-    n = _columns_of(which, weights)
+    n = columns_of(which, weights)
     # The second half of a tile at the edge may have no columns of the output.
     return source, pid_m, which, n, col, is_whole & (col + HALF_N < n)
 
 
 @gluon.jit
-def _of_weight(which, choices):
+def of_weight(which, choices):
     """Return the descriptor or pointer of weight number ``which``."""
     found = choices[0]
     for other in gl.static_range(1, 3):
@@ -134,7 +125,7 @@ def load_partition(
     while item < num_items:
         row, is_own = pid_m * BLOCK_M, source == order[0]
         begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
-        descs = selected(x_desc, gathered_desc, is_own), _of_weight(which, w_descs)
+        descs = selected(x_desc, gathered_desc, is_own), of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
         block = plane, row, col, col + HALF_N, 0
         for slice_id in range(slices - 1):
@@ -154,65 +145,6 @@ def load_partition(
     end_items(memory, bars, turn)
 
 
-# ---- multiply: ``place`` is (first row in the shard, first column, 4 * shard + weight) ----
-
-
-@gluon.jit
-def bias_of_tile(place, WHICH: gl.constexpr, epilogue):
-    """Load the bias of the columns of a tile. ``epilogue``: (weights, pointers to the biases, …)."""
-    which, col = place[2] % 4, place[1]
-    return load_columns(_of_weight(which, epilogue[1]) + col, _columns_of(which, epilogue[0]) - col, 1)
-
-
-@gluon.jit
-def add_bias(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
-    """Add the bias to half a tile."""
-    return plus_bias(half, prepared[1], side)
-
-
-@gluon.jit
-def _scales_of_shard(source, of_x):
-    """Return the pointer to the scales of the rows of a shard."""
-    me, own_ptr, arrived, _, slot_bytes = of_x
-    address = gl.where(source == me, own_ptr.to(gl.int64), arrived + source * slot_bytes)
-    return pointer_to(address, gl.float32)
-
-
-@gluon.jit
-def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
-    """Load the scales of the rows and columns of a tile, whose first slice has arrived, and the bias, if there is one.
-
-    epilogue: (weights, pointers to the biases, of_x, scales of the weight, steps of K, X_STEP, W_STEP), with one weight
-    of_x: (rank, scales of its rows, address of those in the first slot, rows of a shard, bytes of a slot)
-    """
-    weights, bias_ptrs, of_x, w_ptr, _, x_step, w_step = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
-    of_rows = load_rows(_scales_of_shard(place[2] // 4, of_x) + row * x_step, of_x[3] - row, x_step)
-    of_columns = load_columns(w_ptr + col * w_step, weights[2] - col, w_step)
-    # Without a bias, this value is not used.
-    bias = of_columns if bias_ptrs[0] is None else bias_of_tile(place, WHICH, epilogue)
-    return of_rows, of_columns, bias
-
-
-@gluon.jit
-def scale_tile(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
-    """Multiply half a tile by its scales, and add the bias, if there is one."""
-    of_rows, of_columns, bias = prepared[1]
-    half = times_scales(half, of_rows, of_columns, side)
-    return half if prepared[0][1][0] is None else plus_bias(half, bias, side)
-
-
-@gluon.jit
-def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
-    """Load the block-wise scales of a step of K of a tile, whose first slice has arrived. ``epilogue``: as before."""
-    weights, _, of_x, w_ptr, blocks, _, _ = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
-    x_ptr = _scales_of_shard(place[2] // 4, of_x) + row.to(gl.int64) * blocks
-    left_ptr = w_ptr + col // HALF_N * blocks
-    right_ptr = left_ptr + gl.where(col + HALF_N < weights[2], blocks, 0)  # any scale, if there are no such columns
-    return load_block_scales(x_ptr, of_x[3] - row, left_ptr, right_ptr, blocks, step)
-
-
 # ---- store ----
 
 
@@ -228,7 +160,7 @@ def store_partition(memory, bars, y_descs, order, weights, segment_rows):
     code = read_item(sent.index(0), ONE_WARP)
     while code != NO_ITEM:
         source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
-        desc = _of_weight(which, y_descs)
+        desc = of_weight(which, y_descs)
         row = pid_m * BLOCK_M
         plane, row = row // segment_rows * ranks + source, row % segment_rows
         for side in range(2 - code % 2):

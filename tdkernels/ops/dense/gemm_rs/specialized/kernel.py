@@ -1,7 +1,7 @@
 """Warp-specialized kernel of gemm_rs with transport "direct", for Hopper, in Gluon.
 
 It does what ``gemm_rs_direct_kernel`` does, with the same work items, slots and signals, so ranks may run either of
-them. A program has five partitions of warps, four of them in ``partitions`` and in ``specialized.multiply``:
+them. A program has five partitions of warps:
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: fetches work items, and loads their operands with TMA
@@ -15,86 +15,24 @@ compute and send, on any rank. Both kinds of work items come from queues, so tha
 tiles. None of these warps waits for those that add.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.calls import call, finish
-from tdkernels.lang.context import data_at, rank, signal_at
+from tdkernels.lang.context import rank
 from tdkernels.lang.gluon_kernel import gluon_jit
-from tdkernels.lang.gluon_signals import agreed_signal, item_of_warps, request_by_warps, wait_for_ranks
-from tdkernels.lang.memory import pointer_to
+from tdkernels.lang.gluon_signals import agreed_signal
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    NO_HALVES,
     PROMOTE_REGISTERS,
     REGISTERS,
     WARPS,
     make_barriers,
     make_memory,
 )
-from tdkernels.ops.common.specialized.multiply import multiply_partition
-from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
-from tdkernels.ops.common.specialized.vectors import scale_tile
-from tdkernels.ops.dense.gemm_rs.specialized.partitions import (
-    load_partition,
-    place_of,
-    scales_of_step,
-    scales_of_tile,
-    send_partition,
-)
-
-
-@gluon.jit
-def _add_rows(
-    parts, part_bytes, z_ptr, bias_ptr, row, col, M_shard, N, ROWS: gl.constexpr, RANKS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
-    """Add the partials of all ranks, in rank order, for ROWS rows of a tile, and store them in z at (row, col).
-
-    The partial of rank r is at the address ``parts + r * part_bytes``.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
-    dtype: gl.constexpr = z_ptr.dtype.element_ty
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-    offsets = rows[:, None] * BLOCK_N + columns[None, :]
-    total = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
-    for source in gl.static_range(RANKS):
-        partial = pointer_to(parts + source * part_bytes, dtype) + offsets
-        total += gl.load(partial, eviction_policy="evict_first").to(gl.float32)
-    offs_m, offs_n = row + rows, col + columns
-    if HAS_BIAS:
-        total += gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)[None, :]
-    mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-    gl.store(z_ptr + offs_m[:, None].to(gl.int64) * N + offs_n[None, :], total.to(dtype), mask=mask)
-
-
-@gluon.jit
-def _add_partition(
-    ctx, problem, z_ptr, bias_ptr, tiles, num_items, half, signal, me, ROWS: gl.constexpr, SPLIT: gl.constexpr,
-    RANKS: gl.constexpr, HAS_BIAS: gl.constexpr,
-):
-    """Add the partials of this rank's tiles, each in SPLIT parts."""
-    M_shard, N, _, _, _ = problem
-    row_bytes: gl.constexpr = BLOCK_N * (z_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tile_bytes: gl.constexpr = BLOCK_M * row_bytes
-    part_rows: gl.constexpr = BLOCK_M // SPLIT
-    item = item_of_warps(request_by_warps(ctx, 1))
-    while item < num_items:
-        answer = request_by_warps(ctx, 1)
-        tile = item // SPLIT
-        row, col = place_of(tile, problem, RANKS)
-        # producer: the partition that sends the tile, on every rank
-        wait_for_ranks(ctx, signal_at(ctx, half, tile), tiles, signal)
-        parts = data_at(ctx, half, me) + tile.to(gl.int64) * tile_bytes
-        begin = item % SPLIT * part_rows
-        for first in range(begin, begin + part_rows, ROWS):
-            _add_rows(
-                parts + first * row_bytes, tiles.to(gl.int64) * tile_bytes, z_ptr, bias_ptr, row + first, col,
-                M_shard, N, ROWS, RANKS, HAS_BIAS,
-            )
-        item = item_of_warps(answer)
+from tdkernels.ops.dense.gemm_rs.specialized.add import add_partition
+from tdkernels.ops.dense.gemm_rs.specialized.multiply import multiply_tiles
+from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, send_partition
 
 
 @gluon_jit(do_not_specialize=["M_shard", "N", "K", "plan", "group_m", "segment_rows"])
@@ -131,23 +69,13 @@ def gemm_rs_specialized_kernel(
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
-    prepare: gl.constexpr = scales_of_tile if SCALING == "row" else None
-    scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
-    factors: gl.constexpr = scales_of_step if SCALING == "block" else None
     epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, steps, X_STEP, W_STEP
-    halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
     gl.warp_specialize(
         [
+            (multiply_tiles, (memory, bars, steps, epilogue, 0, W_IS_KN, SCALING, PROMOTE)),
+            (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, SCALING, PROMOTE)),
             (
-                multiply_partition,
-                (memory, bars, steps, epilogue, 0, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare, PROMOTE, factors),
-            ),
-            (
-                multiply_partition,
-                (memory, bars, steps, epilogue, 1, NO_HALVES, W_IS_KN, scaled, halves, 2, prepare, PROMOTE, factors),
-            ),
-            (
-                _add_partition,
+                add_partition,
                 (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
             ),
             (load_partition, (ctx, operands, memory, bars, there * RANKS, problem, me, RANKS, W_IS_KN)),

@@ -1,7 +1,4 @@
-"""The partitions of ``gemm_rs_specialized_kernel`` that load and send, and the epilogue of those that multiply.
-
-None of them waits for another program.
-"""
+"""The partitions of ``gemm_rs_specialized_kernel`` that load and send. Neither waits for another program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +11,6 @@ from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    HALF_M,
     HALF_N,
     NO_HALVES,
     NO_ITEM,
@@ -26,7 +22,6 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_rows
 from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
@@ -78,32 +73,6 @@ def load_partition(
         turn = load_steps(operands, memory, bars, block, True, turn, late, steps, NO_HALVES, W_IS_KN)
         item = following
     end_items(memory, bars, turn)
-
-
-# ---- multiply ----
-
-
-@gluon.jit
-def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
-    """Load the scales of the rows and columns of a tile.
-
-    place: (first row in x, first column, 0)
-    epilogue: (scales of x, rows of x, scales of the weight, columns, steps of K, X_STEP, W_STEP)
-    """
-    x_ptr, rows, w_ptr, columns, _, x_step, w_step = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
-    of_rows = load_rows(x_ptr + row * x_step, rows - row, x_step)
-    return of_rows, load_columns(w_ptr + col * w_step, columns - col, w_step)
-
-
-@gluon.jit
-def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
-    """Load the block-wise scales of a step of K of a tile. Arguments as for ``scales_of_tile``."""
-    x_ptr, rows, w_ptr, columns, blocks, _, _ = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
-    left_ptr = w_ptr + col // HALF_N * blocks
-    right_ptr = left_ptr + gl.where(col + HALF_N < columns, blocks, 0)  # any scale, if the last half has no columns
-    return load_block_scales(x_ptr + row.to(gl.int64) * blocks, rows - row, left_ptr, right_ptr, blocks, step)
 
 
 # ---- send ----

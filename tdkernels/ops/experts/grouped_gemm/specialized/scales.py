@@ -12,7 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.ops.common.specialized.layout import BLOCK_N, HALF_M, HALF_N
-from tdkernels.ops.common.specialized.vectors import load_block_scales, load_columns, load_half_columns, load_rows
+from tdkernels.ops.common.specialized.vectors import (
+    block_scale_pointers,
+    load_block_scales,
+    load_columns,
+    load_half_columns,
+    load_rows,
+)
 
 # ---- row-wise and tensor-wise scales ----
 
@@ -53,8 +59,8 @@ def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
     x_ptr, rows, w_ptr, N, blocks, _, _, _ = epilogue
     row, col = place[0] + WHICH * HALF_M, place[1] * BLOCK_N
     blocks_n = (N + HALF_N - 1) // HALF_N
-    left_ptr = w_ptr + (place[2].to(gl.int64) * blocks_n + col // HALF_N) * blocks
-    right_ptr = left_ptr + gl.where(col + HALF_N < N, blocks, 0)  # any scale, if the last half has no columns
+    w_ptr += place[2].to(gl.int64) * (blocks_n * blocks)
+    left_ptr, right_ptr = block_scale_pointers(w_ptr, col, N, blocks)
     return load_block_scales(x_ptr + row.to(gl.int64) * blocks, rows - row, left_ptr, right_ptr, blocks, step)
 
 
