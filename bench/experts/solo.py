@@ -1,10 +1,10 @@
-"""Solo mode: time the two kernels of tp_moe as one of W ranks on one GPU, beside the grouped GEMMs alone.
+"""Solo mode: time the two kernels of tp_moe as one of W ranks on one GPU, and the grouped GEMMs alone for comparison.
 
     python -m bench.experts.solo --solo 8 [--link 320] [--shapes mixtral-8x7b,TxIxHxExk] [--stages 1 3] [--out DIR]
 
-The peers are mirror images of this rank, with the same ids. The routing is computed before, so its launches are not
-timed. Times are of calls in CUDA graphs. Rows are written to DIR/<gpu>x1/solo_moe.jsonl. The floor is the larger of the
-fastest grouped GEMM alone and the transferred bytes over the rate of the link.
+The peers are mirror images of this rank, with the same ids. The routing is computed beforehand, so its launches are not
+timed. Times are of calls in CUDA graphs. Rows are written to DIR/<gpu>x1/solo_moe.jsonl. The floor is the larger of two
+times: the fastest grouped GEMM alone, and the received bytes over the rate of the link (without --link: 390 GB/s).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tdkernels.ops.experts.tp_moe.steps import routing_of
 from tdkernels.solo import enter_solo_mode
 from tdkernels.symm.group import resolve_group
 
-STAGES = ("ag_gemm", "gemm_rs")
+KERNELS = ("ag_gemm", "gemm_rs")
 _CALLS = 16  # per graph; see bench.dense.solo
 _REHEARSAL = TpShape(1024, 64, 32, 3, 2, "rehearsal")  # a slot of solo mode has at least 4 KiB, also that of the ids
 
@@ -68,13 +68,13 @@ class Case:
 
 @harness.measurement
 def measure(case, burst_ms):
-    """Check and time both stages. Return [(stage, method, times or absence, config)]."""
+    """Check and time both kernels. Return [(kernel, method, times or absence, config)]."""
     sets, config_of = _inputs(case), _configs(case)
     found = []
-    for stage in STAGES:
-        calls = {"torch": _torch_gemm(stage), "group_gemm": _group_gemm(stage)}
-        calls |= {name: _ours(stage, config) for name, config in config_of.items()}
-        references = [(s, *_reference(stage, s, case.ranks)) for s in sets[:2]]
+    for kernel in KERNELS:
+        calls = {"torch": _torch_gemm(kernel), "group_gemm": _group_gemm(kernel)}
+        calls |= {name: _ours(kernel, config) for name, config in config_of.items()}
+        references = [(s, *_reference(kernel, s, case.ranks)) for s in sets[:2]]
         absent = harness.drop_wrong(calls, list(config_of), references)
         if rank_device().type == "cuda":
             calls, not_captured = graphs.capture_all(calls, sets, references, ("torch", "group_gemm"), _CALLS)
@@ -82,8 +82,8 @@ def measure(case, burst_ms):
         else:
             del calls["torch"]  # torch's grouped GEMM needs a GPU
         times = harness.time_methods(calls, sets, case.rounds, burst_ms)
-        found += [(stage, name, measured, config_of.get(name)) for name, measured in times.items()]
-        found += [(stage, name, {"absent": reason}, config_of.get(name)) for name, reason in absent.items()]
+        found += [(kernel, name, measured, config_of.get(name)) for name, measured in times.items()]
+        found += [(kernel, name, {"absent": reason}, config_of.get(name)) for name, reason in absent.items()]
     return found
 
 
@@ -119,7 +119,7 @@ def _inputs(case):
     return sets
 
 
-def _ours(stage, config):
+def _ours(kernel, config):
     def gate_up(s):
         routing = s.routings[config.stages, config.tiles.block_m]
         return launch_ag_gemm.launch(s.x, s.w_gate_up, routing, config, "swiglu").y
@@ -128,31 +128,32 @@ def _ours(stage, config):
         routing = s.routings[config.stages, config.tiles.block_m]
         return launch_gemm_rs.launch(s.h, s.w_down, routing, s.all_weights, config)
 
-    return gate_up if stage == "ag_gemm" else down
+    return gate_up if kernel == "ag_gemm" else down
 
 
-def _torch_gemm(stage):
+def _torch_gemm(kernel):
     """Return torch's grouped GEMM alone. It includes no SwiGLU."""
-    if stage == "ag_gemm":
+    if kernel == "ag_gemm":
         return lambda s: grouped(s.rows, s.w_gate_up, s.ends)
     return lambda s: grouped(s.h, s.w_down, s.ends)
 
 
-def _group_gemm(stage):
+def _group_gemm(kernel):
     """Return our grouped GEMM alone, with its heuristic config."""
-    if stage == "ag_gemm":
+    if kernel == "ag_gemm":
         return lambda s: grouped_gemm.product(s.rows, s.w_gate_up, s.routing.splits, "swiglu")[0]
     return lambda s: grouped_gemm.product(s.h, s.w_down, s.routing.splits)[0]
 
 
-def _reference(stage, s, ranks):
-    """Return (exact result in fp32, errors of the same in the dtype of the operands)."""
-    exact = _plain(stage, s, ranks, torch.float32)
-    return exact, harness.errors(_plain(stage, s, ranks, s.x.dtype), exact)
+def _reference(kernel, s, ranks):
+    """Return (exact result in fp32, errors of the same computation in the dtype of the operands)."""
+    exact = _torch_result(kernel, s, ranks, torch.float32)
+    return exact, harness.errors(_torch_result(kernel, s, ranks, s.x.dtype), exact)
 
 
-def _plain(stage, s, ranks, dtype):
-    if stage == "ag_gemm":
+def _torch_result(kernel, s, ranks, dtype):
+    """Return the result of a loop over experts in ``dtype``. For gemm_rs it is W times the sums of this rank."""
+    if kernel == "ag_gemm":
         return swiglu_ref(loop_over_experts(s.rows.to(dtype), s.w_gate_up.to(dtype), s.ends), "swiglu")
     out = loop_over_experts(s.h.to(dtype), s.w_down.to(dtype), s.ends)
     return ranks * _own_sums(out, s)
@@ -168,16 +169,16 @@ def _own_sums(rows, s):
 
 
 def rows(case, found):
-    """Return one row per stage and method."""
+    """Return a row for each kernel and method."""
     table, shape = [], case.shape
     wire_ms = case.layer.wire_bytes("ag_gemm") / (case.link_gbps or FLOOR_GBPS) / 1e6
-    for stage in STAGES:
-        of_stage = [each for each in found if each[0] == stage]
-        gemm_ms = min(times["ms"] for _, name, times, _ in of_stage if name in ("torch", "group_gemm"))
-        for _, name, times, config in of_stage:
+    for kernel in KERNELS:
+        of_kernel = [each for each in found if each[0] == kernel]
+        gemm_ms = min(times["ms"] for _, name, times, _ in of_kernel if name in ("torch", "group_gemm"))
+        for _, name, times, config in of_kernel:
             ms = times.get("ms")
             table.append({
-                "what": "solo_moe", "op": "tp_moe", "pass": stage, "shape": str(shape), "name": shape.name,
+                "what": "solo_moe", "op": "tp_moe", "pass": kernel, "shape": str(shape), "name": shape.name,
                 "dtype": str(tp_moe.DTYPE).removeprefix("torch."), "ranks": case.ranks, "link_gbps": case.link_gbps,
                 "method": name, "graph": True, "absent": times.get("absent"), "ms": ms, "burst": times.get("burst"),
                 "gemm_ms": gemm_ms, "wire_ms": wire_ms,

@@ -61,7 +61,7 @@ from tdkernels.integrations.symm_mem_calls import (
 )
 from tdkernels.integrations.symm_mem_scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from tdkernels.integrations.symm_mem_tuning import forget
-from tdkernels.ops.common.gemm_operands import lies_as_kn
+from tdkernels.ops.common.gemm_operands import is_stored_kn
 from tdkernels.ops.common.validation import DTYPES, shape_of
 from tdkernels.ops.dense.ag_gemm.op import ag_gemm
 from tdkernels.ops.dense.gemm_rs.op import gemm_rs
@@ -105,7 +105,7 @@ def _unsupported_reason(A, Bs, dim_name, dim):
 
 def _served(operator, rows, weights, returns_A, group_name):
     n = tuple(weight.shape[0] for weight in weights)
-    layout = "kn" if lies_as_kn(weights[0]) else "nk"
+    layout = "kn" if is_stored_kn(weights[0]) else "nk"
     return Served(operator, *rows.shape, n, layout, returns_A, rows.dtype, group_name)
 
 

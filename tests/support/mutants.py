@@ -1,4 +1,4 @@
-"""Check that tests find errors that are planted in the source of what they run."""
+"""Mutation testing: check that a run of modified source fails."""
 
 import pytest
 

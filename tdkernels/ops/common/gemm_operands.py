@@ -40,7 +40,7 @@ def ready(
     return rows_contiguous(x), weight, None if bias is None else bias.contiguous(), *map(rows_contiguous, scales)
 
 
-def lies_as_kn(weight: torch.Tensor) -> bool:
+def is_stored_kn(weight: torch.Tensor) -> bool:
     """Return whether the memory layout of a weight [N, K] is [K, N]: its columns are contiguous, its rows are not."""
     n, k = weight.shape
     lies_as_nk = weight.stride(1) == 1 and weight.stride(0) >= k
@@ -53,7 +53,7 @@ def weight_layout(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     ``is_kn`` is whether the layout is [K, N]; ``stride`` is the distance between rows of the layout, in elements. A
     weight in fp8 is copied unless its layout is [N, K], because tensor cores read other layouts in 16-bit types only.
     """
-    if lies_as_kn(weight) and weight.element_size() > 1:
+    if is_stored_kn(weight) and weight.element_size() > 1:
         return weight, weight.stride(1), True
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
         weight = weight.contiguous()

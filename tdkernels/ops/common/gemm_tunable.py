@@ -104,7 +104,7 @@ class DenseTunable(ConfigTunable):
         if is_fp8(operands[0]):
             return LAYOUTS[0]
         weight = operands[1] if len(operands) > 1 else None
-        return "kn" if isinstance(weight, torch.Tensor) and gemm_operands.lies_as_kn(weight) else "nk"
+        return "kn" if isinstance(weight, torch.Tensor) and gemm_operands.is_stored_kn(weight) else "nk"
 
     def config_to_dict(self, config: Any) -> dict:
         values = super().config_to_dict(config)

@@ -1,1 +1,1 @@
-"""What the warp-specialized kernels for Hopper, in Gluon, share: shared memory, loads, products and stores."""
+"""Building blocks of the warp-specialized Gluon kernels for Hopper: shared memory, loads, products and stores."""

@@ -1,4 +1,4 @@
-"""What the launchers of the warp-specialized kernels share: the operands that these support, and their descriptors."""
+"""Shared by launchers of warp-specialized kernels: checks of operands, constants, and tensor descriptors."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def _supports_scaled(x, weight, scales):
 def supports_formats(x: torch.Tensor, weight: torch.Tensor, scales: Scales) -> bool:
     """Return whether the kernels support the dtypes of scaled operands and of the output.
 
-    Different fp8 formats with fast accumulation were not tested.
+    They do not support different fp8 formats with fast accumulation, which were not tested.
     """
     same = x.dtype == weight.dtype or x.itemsize == weight.itemsize and promotes(scales)
     return same and scales.out_dtype.itemsize == 2

@@ -4,8 +4,8 @@ Barriers of shared memory are of the kind "mbarrier":
 
     FULL      one per stage: the operands of a step have arrived
     FREE      one per stage: both partitions that multiply have read them
-    OUT_FULL  both of these have stored their part of half a tile, or have none
-    OUT_FREE  it has been read
+    OUT_FULL  both partitions that multiply have stored their rows of half a tile in ``out``, or have no rows
+    OUT_FREE  ``out`` has been read
 
 A tile leaves in two halves, columns 0 to HALF_N - 1 first, or in other blocks of HALF_N columns that ``PASS`` of
 ``multiply_partition`` makes of it. A kernel can have work items that are half a tile, with odd numbers: its first or
@@ -22,9 +22,10 @@ BLOCK_M, BLOCK_N = gl.constexpr(SPECIALIZED_TILE[0]), gl.constexpr(SPECIALIZED_T
 STEP_BYTES = gl.constexpr(STEP_BYTES)  # of a row of an operand, in a step of K
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
 STAGES = gl.constexpr(4)  # steps of K in flight
-EARLY_STEPS = gl.constexpr(2)  # of a tile, which hide the end of the tile before; at most STAGES
-# Warps of the partitions after the first one, which has four, and registers of their threads. The first two partitions
-# multiply. The others form a warp group, whose threads have the same number. All threads together have 65536.
+# Steps of a tile that start before the kept half of the previous tile is passed on; at most STAGES.
+EARLY_STEPS = gl.constexpr(2)
+# Warps of the partitions after the first one, which has four, and registers of a thread. The first two partitions
+# multiply. The others form a warp group, whose threads have equally many registers. An SM has 65536 registers.
 WARPS, REGISTERS = gl.constexpr([4, 2, 1, 1]), gl.constexpr([192, 120, 120, 120])
 PROMOTE_REGISTERS = gl.constexpr([216, 72, 72, 72])  # with a second accumulator
 

@@ -33,7 +33,7 @@ def _await_stage(bars, turn):
 
 @gluon.jit
 def _load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
-    """Load HALF_N columns of the product, as half number ``side`` of the weight of a stage.
+    """Load the block of the weight for HALF_N columns of the product, into half ``side`` of a stage.
 
     ``row`` and ``col``: position of the block in the weight; ``row`` is along K
     """
@@ -70,7 +70,7 @@ def begin_item(memory, bars, item, place, turn):
 def load_steps(
     operands, memory, bars, block, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr
 ):
-    """Load the steps ``first`` to ``last`` of K of a tile. Return ``turn``, the number of steps so far.
+    """Load the steps ``first`` to ``last`` - 1 of K of a tile. Return ``turn``, the number of steps so far.
 
     operands: (descriptor of x [planes, rows, K] for [1, HALF_M, BLOCK_K] elements, descriptor of the weight)
     block: (plane and first row of x, first column of each half of the weight, row of the weight where K begins)

@@ -57,7 +57,7 @@ def _multiply_step(
 
 @gluon.jit
 def _begin_tile(memory, bars, steps, state, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr):
-    """Multiply the first steps of a tile, and pass on the half that was kept while the last one of them is multiplied.
+    """Multiply the first steps of a tile. While the last of them runs, pass on the kept half of the previous tile.
 
     Return (product, numbers of steps and of halves so far).
     """
@@ -147,7 +147,7 @@ def _compute_half(
     memory, bars, item, place, epilogue, steps, state, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
 ):
-    """Compute this partition's part of half a tile, if it differs from its part of a whole tile.
+    """Process half a tile, if this partition's part differs from that of a whole tile: HALF_N columns, or no rows.
 
     Return the new state. Nothing is kept.
     """
@@ -177,8 +177,8 @@ def multiply_partition(
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
     HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
-    EPILOGUE: (HALF_M rows of half a tile in fp32, place, WHICH, half of the item, ``epilogue``) -> the same before
-        rounding
+    EPILOGUE: (HALF_M rows of half a tile in fp32, place, WHICH, half of the item, ``epilogue``) -> these rows in
+        fp32, scaled or with a bias, before they are rounded
     PASS: passes on all halves of a whole tile but the last, and returns that one, like ``pass_halves``
     PASSES: number of halves
     PREPARE: None, or (place, WHICH, ``epilogue``) -> x, which runs during the main loop. EPILOGUE gets (epilogue, x)

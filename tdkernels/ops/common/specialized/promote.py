@@ -28,7 +28,10 @@ def _product(memory, stage, WHICH: gl.constexpr, side: gl.constexpr):
 
 @gluon.jit
 def _add(total, product, of_rows, of_columns, FACTORS: gl.constexpr):
-    """Return ``total`` plus a product. With FACTORS its rows are multiplied by ``of_rows * of_columns``."""
+    """Return ``total`` plus a product. With FACTORS it is multiplied by the scales.
+
+    of_rows, of_columns: scales [HALF_M]; all elements of ``of_columns`` are equal
+    """
     product = gl.convert_layout(product, HALF_LAYOUT, assert_trivial=True)
     if FACTORS is None:
         total += product

@@ -64,7 +64,8 @@ def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts
                 _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row)
         flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
         word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
-        notify_if_last_arriver(ctx, flag, parts, word, peer, signal)  # waiter: the peer's tiles of this chunk
+        # waiter: the peer's load_partition (ag_gemm), or its copy_tokens (moe_ag_gemm)
+        notify_if_last_arriver(ctx, flag, parts, word, peer, signal)
 
 
 @gluon.jit

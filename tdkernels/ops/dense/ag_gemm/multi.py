@@ -28,7 +28,7 @@ import torch
 from tdkernels.autotune.invariance import is_batch_invariant, reject_invariant
 from tdkernels.ops.collectives import op as _collectives  # noqa: F401  registers the ops used below
 from tdkernels.ops.common.config import as_argument, with_config
-from tdkernels.ops.common.gemm_operands import lies_as_kn
+from tdkernels.ops.common.gemm_operands import is_stored_kn
 from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows
@@ -55,7 +55,7 @@ _PARTS_LEAST_S = 0.3e-3
 def _joined_on_meta(weights):
     """Return a meta tensor with the shape and the memory layout of the concatenated weights."""
     rows, k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    if lies_as_kn(weights[0]):
+    if is_stored_kn(weights[0]):
         return torch.empty(k, rows, dtype=weights[0].dtype, device="meta").t()
     return torch.empty(rows, k, dtype=weights[0].dtype, device="meta")
 
@@ -86,7 +86,7 @@ def _is_one_launch(weights, biases, group, config):
     """Return whether one launch of the kernel serves all weights."""
     if config.method != "fused" or config.transport == "one_shot":
         return False
-    same_layout = len({lies_as_kn(weight) for weight in weights}) == 1
+    same_layout = len({is_stored_kn(weight) for weight in weights}) == 1
     same_biases = len({bias is None for bias in biases}) == 1
     return len(weights) <= MAX_WEIGHTS and same_layout and same_biases and not spans_nodes(group)
 

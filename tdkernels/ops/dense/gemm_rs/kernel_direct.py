@@ -28,7 +28,7 @@ from tdkernels.ops.dense.segments import row_in_segments
 @td.jit
 def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
     """Return (row, column) of a tile of a shard."""
-    # A bundle has RANKS tile rows, so a group has ``group_m`` tile rows in all.
+    # Each tile stands for the same tile of RANKS shards, so a group has ``group_m`` tile rows in all.
     return swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
 
 

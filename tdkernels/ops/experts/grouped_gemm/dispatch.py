@@ -22,7 +22,7 @@ from tdkernels.autotune.selection import DEFAULT, choice_of_call, look_up
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.config import invariant_config
-from tdkernels.ops.experts.grouped_gemm.layout import lies_as_kn, weight_layout
+from tdkernels.ops.experts.grouped_gemm.layout import is_stored_kn, weight_layout
 from tdkernels.symm.group import alone
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LAYOUTS = "none", "swiglu", "swiglu_interleaved", KN, DW
 
 def layout_of(w: torch.Tensor, activation: str | None = None) -> str:
     """Return the entry of LAYOUTS for a product with w [E, N, K]."""
-    return activation or (KN if lies_as_kn(w) else "none")
+    return activation or (KN if is_stored_kn(w) else "none")
 
 
 def product(

@@ -17,13 +17,13 @@ def planes_of(w: torch.Tensor, activation: str | None) -> tuple[int, ...]:
     return (2 * w.shape[0], w.shape[1] // 2) if activation == "swiglu" else tuple(w.shape[:2])
 
 
-def _is_stored_nk(w, halves=False):
-    """Return whether each plane is row-major and, with ``halves``, the planes are adjacent."""
+def _is_stored_nk(w, is_pair=False):
+    """Return whether each plane is row-major and, with ``is_pair``, the planes are adjacent."""
     experts, n, k = w.shape
-    return w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
+    return w.stride(2) == 1 and w.stride(1) >= k and (not is_pair or experts == 1 or w.stride(0) == n * w.stride(1))
 
 
-def lies_as_kn(w: torch.Tensor) -> bool:
+def is_stored_kn(w: torch.Tensor) -> bool:
     """Return whether the planes of a weight [E, N, K] are stored as [K, N], as in a transposed weight."""
     return not _is_stored_nk(w) and w.stride(1) == 1 and w.stride(2) >= w.shape[1]
 
@@ -31,16 +31,16 @@ def lies_as_kn(w: torch.Tensor) -> bool:
 def weight_layout(w: torch.Tensor, activation: str | None = None) -> tuple[torch.Tensor, int, int, bool]:
     """Return (weight, plane stride, row stride, is_kn), where ``is_kn`` means that planes are stored as [K, N].
 
-    The weight is copied only if its planes are neither row-major nor column-major. With activation "swiglu" gate and
-    up are separate planes, which must all have the same distance. A weight in fp8 is also copied if its planes are
-    column-major, because tensor cores read such planes in 16-bit types only.
+    The weight is copied unless its planes are row-major, or column-major without an activation and not in fp8: tensor
+    cores read column-major planes in 16-bit types only. With activation "swiglu" gate and up are separate planes, and
+    all planes must be adjacent. Strides are in elements.
     """
-    halves = activation == "swiglu"
-    if not halves and w.element_size() > 1 and lies_as_kn(w):
+    is_pair = activation == "swiglu"
+    if not is_pair and w.element_size() > 1 and is_stored_kn(w):
         return w, w.stride(0), w.stride(2), True
-    if not _is_stored_nk(w, halves):
+    if not _is_stored_nk(w, is_pair):
         w = w.contiguous()
-    return w, w.shape[1] // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
+    return w, w.shape[1] // 2 * w.stride(1) if is_pair else w.stride(0), w.stride(1), False
 
 
 def memory_layout(w: torch.Tensor, activation: str | None) -> MemoryLayout:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
 _MOST_SLICES = 8  # of moe_gemm_rs, at most MAX_STAGES
-_PROGRAMS_THAT_PUSH = 4  # with two warps each, for each program of the portable kernel, all of whose warps push
+# Programs that push, per program that pushes in the portable kernel. There all warps of a program push, here two.
+_PUSHING_PER_PORTABLE = 4
 
 
 @optional_kernel("moe_ag_gemm: the warp-specialized kernel")
@@ -42,9 +43,9 @@ def gemm_rs_kernel() -> Any:
 def supports(
     x: torch.Tensor, w: torch.Tensor, activation: str | None, config: Any, scales: Scales | None = None
 ) -> bool:
-    """Return whether a warp-specialized kernel multiplies rows of the width of x by a weight that needs no copy.
+    """Return whether a warp-specialized kernel supports rows with the K and dtype of x, and w, which needs no copy.
 
-    Without tokens x has no rows, and no descriptor describes them.
+    It does not if x has no rows, because a tensor descriptor cannot have 0 rows.
     """
     if not x.shape[0]:
         return False
@@ -53,7 +54,7 @@ def supports(
 
 def num_pushing(num_comm: int, device: torch.device) -> int:
     """Return the number of programs that push, for ``num_comm`` of the portable kernel."""
-    return min(_PROGRAMS_THAT_PUSH * num_comm, grid(device)[0])
+    return min(_PUSHING_PER_PORTABLE * num_comm, grid(device)[0])
 
 
 def num_flags(routing: "MoeRouting", config: Any) -> int:
@@ -122,7 +123,7 @@ def gemm_rs_arguments(
 
 
 def _slice_columns(n, piece_columns):
-    """Return the number of tile columns of a slice of N columns. It has whole pieces of rows that are added."""
+    """Return the tile columns per slice of an output [R, n]. It has at most _MOST_SLICES slices, of whole pieces."""
     block_n = SPECIALIZED_TILE[1]
     return round_up(cdiv(cdiv(n, block_n), _MOST_SLICES), max(piece_columns // block_n, 1))
 

@@ -21,16 +21,16 @@ FP8_CONFIG = replace(CONFIG, tiles=Tiles(128, 256, 128))
 WORKSPACES = ("moe_ag_gemm", 2), ("moe_gemm_rs", 2)
 
 
-def plain(config):
+def portable(config):
     """Return the config of the portable kernels."""
     return replace(config, warp_specialize=False)
 
 
 @contextlib.contextmanager
 def specialized(expected=True, ranks=None):
-    """Check that the launches of a ``with`` block, all of which are prepared there, are of the expected kernels.
+    """Check whether the first launch in a ``with`` block can use the warp-specialized kernel.
 
-    Gradients may need another kernel, if K is not a multiple of 64.
+    Cached launches are cleared first. Gradients may need another kernel if K is not a multiple of 64.
     ``ranks``: the ranks that may run the warp-specialized kernels, or None for all
     """
     specialized_support.forget_launches(*WORKSPACES)
@@ -54,7 +54,7 @@ def computes(spec, stages):
         layer.check(results)
 
 
-def _stages_of(layer, config):
+def _run_both_kernels(layer, config):
     """Return the results of both stages and of the gradient of the first one, with rows in the order of the routing."""
     x, ids, weights, w_gate_up, w_down = (
         tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in layer.operands()
@@ -67,29 +67,29 @@ def _stages_of(layer, config):
     return h.detach()[:used], y, x.grad
 
 
-def has_the_bits_of_the_plain_kernels(spec, stages, repeats=3):
+def has_the_bits_of_the_portable_kernels(spec, stages, repeats=3):
     """Check rows, sums and the gradient of x, with new operands each time."""
     for seed in range(repeats):
         for chunk_rows in (32, 128):
             layer = Sliced(**spec | {"seed": 10 * seed + chunk_rows})
             config = replace(CONFIG, stages=stages, chunk_rows=chunk_rows)
             with specialized(), poisoned_outputs():
-                found = [_stages_of(layer, config) for _ in range(3)]
-            expected = _stages_of(layer, plain(config))
+                found = [_run_both_kernels(layer, config) for _ in range(3)]
+            expected = _run_both_kernels(layer, portable(config))
             for results in found:
                 for name, result, other in zip(("h", "y", "dx"), results, expected, strict=True):
                     assert torch.equal(result, other), (layer.title, name, (result - other).abs().max())
 
 
-def runs_beside_the_plain_kernels(spec, stages):
+def works_with_portable_kernels_on_other_ranks(spec, stages):
     """Check ranks that run different kernels for the same calls, with different numbers of programs that push."""
     config = replace(CONFIG, stages=stages, chunk_rows=32)
     for seed, ranks in enumerate([(0,), (1,), (0, 2)]):
         layer = Sliced(**spec | {"seed": seed})
         with specialized(ranks=ranks), poisoned_outputs():
-            found = _stages_of(layer, config)
+            found = _run_both_kernels(layer, config)
         specialized_support.forget_launches(*WORKSPACES)
-        for result, other in zip(found, _stages_of(layer, plain(config)), strict=True):
+        for result, other in zip(found, _run_both_kernels(layer, portable(config)), strict=True):
             assert torch.equal(result, other), layer.title
 
 
@@ -100,12 +100,12 @@ def has_the_bits_in_fp8(tokens, stages, **changes):
         layer = Fp8Slices(tokens, seed=seed, **changes)
         with specialized(), poisoned_outputs():
             found = [layer.call(config=config) for _ in range(2)]
-        expected = layer.call(config=plain(config))
+        expected = layer.call(config=portable(config))
         assert all(torch.equal(result, expected) for result in found)
 
 
 def falls_back(spec):
-    """Check operands that the kernels do not support."""
+    """Check that unsupported operands run on the portable kernels."""
     layer = Sliced(**spec)
     with specialized(False):
         layer.check(layer.run(config=CONFIG))
@@ -123,18 +123,18 @@ def replays_in_a_graph(spec):
 
     with specialized():
         call(CONFIG)
-    call(plain(CONFIG))
-    specialized_support.replays_in_a_graph(renew, lambda: call(CONFIG), lambda: call(plain(CONFIG)))
+    call(portable(CONFIG))
+    specialized_support.replays_in_a_graph(renew, lambda: call(CONFIG), lambda: call(portable(CONFIG)))
 
 
-def takes_no_tiles(spec):
+def selects_tiles(spec):
     """Check a config without tiles, forward and gradients."""
     layer = Sliced(**spec)
     with specialized():
         layer.check(layer.run(config=MoeTpConfig(warp_specialize=True)))
 
 
-def takes_no_tiles_in_fp8(expected, **changes):
+def selects_tiles_in_fp8(expected, **changes):
     layer = Fp8Slices(512, **changes)
     with specialized(expected):
         found = layer.call(config=MoeTpConfig(warp_specialize=True))

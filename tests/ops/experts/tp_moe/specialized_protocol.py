@@ -1,7 +1,7 @@
 """Run the partitions of the warp-specialized kernels of tp_moe on the CPU, with stand-ins for Gluon, in random order.
 
-See ``tests.ops.dense.specialized_protocol``. The source of the partitions and of the functions of ``kernel_route`` runs
-unchanged. Only some programs of a launch have started, those with the smallest ids.
+See ``tests.ops.dense.specialized_protocol``. The source of the partitions and of functions of ``kernel_route`` runs
+without its imports and type conversions. Only some programs of a launch have started, those with the smallest ids.
 """
 
 import ast
@@ -146,7 +146,7 @@ def num_warps():
 
 
 def code_of_values(source):
-    """Return the names of a source whose functions move values."""
+    """Run a source with stand-ins that load and store numbers. Return (its names, {address // STRIDE: array})."""
     memory = {}
 
     def pointer_to(address, size):

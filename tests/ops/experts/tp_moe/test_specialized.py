@@ -12,14 +12,14 @@ from tests.ops.experts.tp_moe import specialized_cases as specialized
 from tests.ops.experts.tp_moe.oracle import FP16
 from tests.support.ranks import on_ranks
 
-# Tokens and channels of a rank, assignments per token, experts and H.
+# k: assignments per token; width: H; hidden: channels of a rank. The tokens are those of a rank.
 SPECS = {
     "groups of all sizes": dict(tokens=333, k=2, experts=5, width=264, hidden=136),
     "wide": dict(tokens=200, k=3, experts=4, width=1032, hidden=520, dtype=FP16, seed=1),
     "not activated": dict(tokens=70, k=1, experts=3, width=512, hidden=256, activation=None, seed=2),
     "short": dict(tokens=300, k=2, experts=4, width=64, hidden=64, ids="distinct", seed=3),
     "all to one": dict(tokens=150, k=1, experts=4, width=128, hidden=72, ids="one", seed=4),
-    "few experts": dict(tokens=40, k=2, experts=40, width=128, hidden=64, ids="few", seed=5),
+    "two of 40 experts": dict(tokens=40, k=2, experts=40, width=128, hidden=64, ids="few", seed=5),
     "all dropped": dict(tokens=30, k=2, experts=2, width=128, hidden=64, ids="none", seed=6),
     "few tokens": dict(tokens=1, k=2, experts=2, width=256, hidden=64, seed=7),
 }
@@ -35,14 +35,14 @@ def test_forward_and_gradients(world_size, stages, spec):
 @on_hopper
 @pytest.mark.parametrize("world_size, stages", [(1, 1), (2, 2), (3, 4), (4, 0)])
 @pytest.mark.parametrize("spec", SPECS)
-def test_bits_of_the_plain_kernels(world_size, stages, spec):
-    on_ranks(world_size, specialized.has_the_bits_of_the_plain_kernels, SPECS[spec], stages)
+def test_bits_of_the_portable_kernels(world_size, stages, spec):
+    on_ranks(world_size, specialized.has_the_bits_of_the_portable_kernels, SPECS[spec], stages)
 
 
 @on_hopper
 @pytest.mark.parametrize("spec", ["groups of all sizes", "wide", "all to one"])
 def test_ranks_with_different_kernels(spec):
-    on_ranks(3, specialized.runs_beside_the_plain_kernels, SPECS[spec], 3)
+    on_ranks(3, specialized.works_with_portable_kernels_on_other_ranks, SPECS[spec], 3)
 
 
 @on_hopper
@@ -67,14 +67,14 @@ def test_graph():
 
 @on_hopper
 def test_config_without_tiles():
-    on_ranks(2, specialized.takes_no_tiles, dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024))
+    on_ranks(2, specialized.selects_tiles, dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024))
 
 
 @on_hopper
 @pytest.mark.parametrize("hidden, expected", [(256, True), (192, False)])
 def test_config_without_tiles_in_fp8(hidden, expected):
     """Gate and up must start at a block of 128 rows."""
-    on_ranks(2, specialized.takes_no_tiles_in_fp8, expected, width=512, hidden=hidden, experts=4)
+    on_ranks(2, specialized.selects_tiles_in_fp8, expected, width=512, hidden=hidden, experts=4)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")

@@ -49,8 +49,9 @@ def test_copies_in_any_order(ranks, rows, chunk_rows, stages):
 
 WAIT_FOR_CHUNK = "            wait_plan(ctx, signal_at(ctx, half, source * num_chunks + chunk), signal, source)\n"
 COPY_CALL = (
-    "        _copy_item(\n            tokens_at, rows_at, rows_ptr + source.to(gl.int64) * rows * CHOICES,\n"
-    "            chunk * chunk_rows + item % of_turn * _TOKENS, rows, num_words, CHOICES, WARPS, AT_ONCE,\n        )\n"
+    "        _copy_item(\n            tokens_at, rows_at, rows_ptr + source.to(gl.int64) * M_shard * CHOICES,\n"
+    "            chunk * chunk_rows + item % of_turn * _TOKENS, M_shard, num_words, CHOICES, WARPS, AT_ONCE,\n"
+    "        )\n"
 )
 RELEASE = (
     "        stage = stage_of_turn(turn, stages, ranks, num_chunks)\n"
@@ -61,7 +62,7 @@ PUSH_CALL = (
     "        push_partition(ctx, places[0], half, signal, shard, (None, 0, 0), program, num_comm, False)\n"
 )
 OTHER_COPIES = "    copy_tokens(ctx, places, sizes, half, signal, counters, first, last, me, CHOICES, 2, AT_ONCE)\n"
-OF_COPIES = {
+COPY_MUTANTS = {
     "copies do not wait for their chunk": (WAIT_FOR_CHUNK, ""),
     "copies wait for the chunk of another turn": ("source * num_chunks + chunk)", "source * num_chunks)"),
     "the counter of the stage of the turn before": (
@@ -75,25 +76,27 @@ OF_COPIES = {
     "own tokens are not awaited": (
         "    while ready <= stage", "    ready = gl.maximum(ready, 1)\n    while ready <= stage",
     ),
-    "a stage has one copy too few": (
+    "one copy of a stage is not awaited": (
         "expected = turns * (chunk_rows // _TOKENS)", "expected = gl.maximum(turns * (chunk_rows // _TOKENS) - 1, 0)",
     ),
-    "a chunk has one copy": ("expected = turns * (chunk_rows // _TOKENS)", "expected = turns"),
+    "only one copy per chunk is awaited": ("expected = turns * (chunk_rows // _TOKENS)", "expected = turns"),
     "both ranges of turns have one counter": (
         "(done_ptr + _OTHERS).to(gl.pointer_type(gl.int32))", "(done_ptr + _OWN).to(gl.pointer_type(gl.int32))",
     ),
-    "a counter is that of a stage": ("_OWN, _OTHERS = MAX_STAGES,", "_OWN, _OTHERS = gl.constexpr(0),"),
+    "the queue of own copies is the counter of stage 0": (
+        "_OWN, _OTHERS = MAX_STAGES,", "_OWN, _OTHERS = gl.constexpr(0),",
+    ),
     "the copies of peers begin with own tokens": ("first, last = num_chunks,", "first, last = 0,"),
     "the last chunk is not copied": ("= num_chunks, ranks * num_chunks", "= num_chunks, ranks * num_chunks - 1"),
     "the slots of ranks have no padding": (
         "tokens_at = slots_at + source.to(gl.int64) * slot_bytes",
-        "tokens_at = slots_at + source.to(gl.int64) * rows * row_bytes",
+        "tokens_at = slots_at + source.to(gl.int64) * M_shard * row_bytes",
     ),
     "own tokens come from the slot": (
         "        if source != me:\n            # producer: push", "        if True:\n            # producer: push",
     ),
     "tokens have the rows of another rank": (
-        "rows_ptr + source.to(gl.int64) * rows * CHOICES", "rows_ptr + source.to(gl.int64) * rows",
+        "rows_ptr + source.to(gl.int64) * M_shard * CHOICES", "rows_ptr + source.to(gl.int64) * M_shard",
     ),
     "each program has a fixed share": (
         "        item = item_of_warps(answer)\n\n\n@gluon.jit\ndef await_copies",
@@ -104,15 +107,15 @@ OF_COPIES = {
     ),
     "copied rows are not fenced for TMA": (", FOR_TMA=True)", ")"),
     "a part of a chunk is not copied": (
-        "of_turn = chunk_rows // _TOKENS  # also", "of_turn = gl.minimum(chunk_rows, rows) // _TOKENS  # also",
+        "of_turn = chunk_rows // _TOKENS  # also", "of_turn = gl.minimum(chunk_rows, M_shard) // _TOKENS  # also",
     ),
 }
 
 
-@pytest.mark.parametrize("mutant", OF_COPIES)
+@pytest.mark.parametrize("mutant", COPY_MUTANTS)
 def test_errors_in_copies_are_found(mutant):
     cases = (3, 100, 32, 3), (3, 20, 256, 2)
-    check_found(lambda seed, source: CopyRun(seed, *cases[seed % 2], 2, source), COPY_SOURCE, OF_COPIES[mutant])
+    check_found(lambda seed, source: CopyRun(seed, *cases[seed % 2], 2, source), COPY_SOURCE, COPY_MUTANTS[mutant])
 
 
 @pytest.mark.parametrize("source_rank", [0, 2])

@@ -69,7 +69,7 @@ OWN_FIRST = """        slice_id, within = item // (of_own + of_peers), item % (o
         is_own = within < of_own
         number = within - gl.where(is_own, 0, of_own)
 """
-OF_SUMS = {
+SUM_MUTANTS = {
     "a signal is set before its sums are stored": (FOR_PEER + NOTIFY, NOTIFY + FOR_PEER),
     "signals of a work item have a distance of 1": (
         "notify_by_warps(ctx, to, blocks, count", "notify_by_warps(ctx, to, 1, count",
@@ -132,14 +132,14 @@ def _with_error(seed, source):
     return AddRun(seed, *sizes, 2, source)
 
 
-@pytest.mark.parametrize("mutant", OF_SUMS)
+@pytest.mark.parametrize("mutant", SUM_MUTANTS)
 def test_errors_in_sums_are_found(mutant):
-    check_found(_with_error, ADD_SOURCE, OF_SUMS[mutant])
+    check_found(_with_error, ADD_SOURCE, SUM_MUTANTS[mutant])
 
 
 def test_own_tokens_that_come_before_the_tokens_of_peers_are_found():
     """All warps that add wait for peers, whose warps wait, too."""
-    source = mutated(ADD_SOURCE, ("        slice_id, is_own, number = _order_of(item, sizes)\n", OWN_FIRST))
+    source = mutated(ADD_SOURCE, ("        slice_id, is_own, number = _place_of_item(item, sizes)\n", OWN_FIRST))
     with pytest.raises(Stuck, match="all wait"):
         AddRun(0, 2, 150, 1160, 256, 2, 96, 2, 1, source)()
 

@@ -72,7 +72,7 @@ def test_places_of_slices_without_tiles():
     assert _check_places(0, 3, 8, [0], (0, 2), "place_by_slice", code) == []
 
 
-OF_PLACES = {
+PLACE_MUTANTS = {
     "the first item of a stage is of the stage before": (
         _check_stages, "is_before = ends <= item", "is_before = ends < item",
     ),
@@ -96,9 +96,9 @@ OF_PLACES = {
 }
 
 
-@pytest.mark.parametrize("mutant", OF_PLACES)
+@pytest.mark.parametrize("mutant", PLACE_MUTANTS)
 def test_errors_in_places_are_found(mutant):
-    check, *changes = OF_PLACES[mutant]
+    check, *changes = PLACE_MUTANTS[mutant]
     with pytest.raises((AssertionError, ZeroDivisionError)):
         check(compiled(mutated(AG_GEMM_SOURCE, changes)))
 
@@ -122,7 +122,7 @@ def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, slice_columns, prom
 
 PLACE = "        stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)\n"
 NEXT_FUNCTION = "\n\n\n@gluon.jit\ndef store_partition("  # of ``tiles``
-OF_TILES = {
+TILE_MUTANTS = {
     "both halves of the rows are loaded": (
         "        is_whole = count > HALF_M\n", "        is_whole = count >= HALF_M\n",
     ),
@@ -151,16 +151,16 @@ OF_TILES = {
     "a half is free before it has been read": ("        tma.store_wait(0)\n", ""),
 }
 AWAIT = "            ready = AWAIT(ctx, stage, ready, waits)\n"
-OF_AG_GEMM = {
+AG_GEMM_MUTANTS = {
     "rows are not awaited": (AWAIT, "            pass\n"),
     "rows of the stage before are awaited": (AWAIT, "            ready = AWAIT(ctx, stage - 1, ready, waits)\n"),
     "rows of one stage too few are awaited": (AWAIT, "            ready = AWAIT(ctx, stage, ready + 1, waits)\n"),
 }
 COUNT = "            await_tma_stores()\n            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)"
-OF_GEMM_RS = {
-    "a tile is counted before its stores": (COUNT, COUNT.replace("            await_tma_stores()\n", "")),
+GEMM_RS_MUTANTS = {
+    "stores are not awaited": (COUNT, COUNT.replace("            await_tma_stores()\n", "")),
     "a tile is counted when TMA has read it": (COUNT, COUNT.replace("await_tma_stores()", "tma.store_wait(0)")),
-    "a tile is counted when its stores are awaited later": (
+    "a tile is counted before its stores are awaited": (
         COUNT, COUNT.split("\n")[1] + "\n            await_tma_stores()",
     ),
     "a tile is counted for another slice": ("done_ptr + pid_n // slice_columns", "done_ptr + pid_n"),
@@ -169,10 +169,10 @@ OF_GEMM_RS = {
 }
 
 
-@pytest.mark.parametrize("mutant", OF_TILES | OF_AG_GEMM)
+@pytest.mark.parametrize("mutant", TILE_MUTANTS | AG_GEMM_MUTANTS)
 @pytest.mark.parametrize("activation", [None, "keep"])
 def test_errors_in_moe_ag_gemm_are_found(mutant, activation):
-    changes = (OF_TILES | OF_AG_GEMM)[mutant]
+    changes = (TILE_MUTANTS | AG_GEMM_MUTANTS)[mutant]
     check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 10, activation, source), AG_GEMM_SOURCE, changes)
 
 
@@ -182,7 +182,7 @@ def test_columns_of_up_that_are_stored_with_those_of_gate_are_found():
     check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 2, "keep", source), AG_GEMM_SOURCE, changes)
 
 
-@pytest.mark.parametrize("mutant", OF_TILES | OF_GEMM_RS)
+@pytest.mark.parametrize("mutant", TILE_MUTANTS | GEMM_RS_MUTANTS)
 def test_errors_in_moe_gemm_rs_are_found(mutant):
-    changes = (OF_TILES | OF_GEMM_RS)[mutant]
+    changes = (TILE_MUTANTS | GEMM_RS_MUTANTS)[mutant]
     check_found(lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, 2, source), GEMM_RS_SOURCE, changes)

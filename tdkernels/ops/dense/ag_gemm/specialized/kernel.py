@@ -80,10 +80,10 @@ def ag_gemm_specialized_kernel(
 ):
     """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16.
 
-    x_desc: [1, M_shard, K], for [1, HALF_M, BLOCK_K] elements
-    gathered_desc: [halves, W * slot_rows, K], for the same
-    w_desc, w_desc_2, w_desc_3: [N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, HALF_N]
-    y_desc, y_desc_2, y_desc_3: [W * M_shard / segment_rows, segment_rows, N], for [1, HALF_M, HALF_N]
+    x_desc: tensor descriptor of [1, M_shard, K] with blocks [1, HALF_M, BLOCK_K]
+    gathered_desc: of [halves, W * slot_rows, K] with the same blocks
+    w_desc, w_desc_2, w_desc_3: of [N, K] with blocks [HALF_N, BLOCK_K]; W_IS_KN: of [K, N] with [BLOCK_K, HALF_N]
+    y_desc, y_desc_2, y_desc_3: of [W * M_shard / segment_rows, segment_rows, N] with blocks [1, HALF_M, HALF_N]
     num_comm: number of programs that push
     slice_steps: steps of K with one signal; all, if other kernels or the copy engine send the rows
     num_whole: number of tiles that are not divided into halves

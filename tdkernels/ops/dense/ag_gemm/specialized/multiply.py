@@ -88,9 +88,9 @@ def multiply_tiles(
 ):
     """``multiply_partition`` with a bias or scales. SCALING: kind of scales, "row" or "block", or ""."""
     prepare: gl.constexpr = scales_of_tile if SCALING == "row" else (bias_of_tile if HAS_BIAS else None)
-    finish_half: gl.constexpr = scale_tile if SCALING == "row" else (add_bias if HAS_BIAS else no_epilogue)
+    apply: gl.constexpr = scale_tile if SCALING == "row" else (add_bias if HAS_BIAS else no_epilogue)
     factors: gl.constexpr = scales_of_step if SCALING == "block" else None
-    halves: gl.constexpr = pass_halves  # Triton 3.6 does not take the function itself
+    pass_tile: gl.constexpr = pass_halves  # Triton 3.6 does not accept the function itself as an argument
     multiply_partition(
-        memory, bars, steps, epilogue, WHICH, HALF_COLUMNS, W_IS_KN, finish_half, halves, 2, prepare, PROMOTE, factors
+        memory, bars, steps, epilogue, WHICH, HALF_COLUMNS, W_IS_KN, apply, pass_tile, 2, prepare, PROMOTE, factors
     )

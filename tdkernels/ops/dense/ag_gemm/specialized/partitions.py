@@ -111,7 +111,7 @@ def load_partition(
     slice_steps: steps of K with one signal
 
     The next item is requested before the last slice. STAGES steps before the end its place is computed, and its signals
-    are read. So neither delays its loads: meanwhile steps are multiplied that have been loaded.
+    are read. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     x_desc, gathered_desc, w_descs = operands
     slices = (steps + slice_steps - 1) // slice_steps

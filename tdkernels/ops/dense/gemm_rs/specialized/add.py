@@ -12,12 +12,12 @@ from tdkernels.ops.dense.gemm_rs.specialized.partitions import place_of
 
 @gluon.jit
 def _add_rows(
-    parts, part_bytes, z_ptr, bias_ptr, row, col, M_shard, N, ROWS: gl.constexpr, RANKS: gl.constexpr,
+    partials, partial_bytes, z_ptr, bias_ptr, row, col, M_shard, N, ROWS: gl.constexpr, RANKS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """Add the partials of all ranks, in rank order, for ROWS rows of a tile, and store them in z at (row, col).
 
-    The partial of rank r is at the address ``parts + r * part_bytes``.
+    The partial of rank r is at the address ``partials + r * partial_bytes``.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
     dtype: gl.constexpr = z_ptr.dtype.element_ty
@@ -26,7 +26,7 @@ def _add_rows(
     offsets = rows[:, None] * BLOCK_N + columns[None, :]
     total = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
     for source in gl.static_range(RANKS):
-        partial = pointer_to(parts + source * part_bytes, dtype) + offsets
+        partial = pointer_to(partials + source * partial_bytes, dtype) + offsets
         total += gl.load(partial, eviction_policy="evict_first").to(gl.float32)
     offs_m, offs_n = row + rows, col + columns
     if HAS_BIAS:
@@ -40,7 +40,11 @@ def add_partition(
     ctx, problem, z_ptr, bias_ptr, tiles, num_items, half, signal, me, ROWS: gl.constexpr, SPLIT: gl.constexpr,
     RANKS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):
-    """Add the partials of this rank's tiles, each in SPLIT parts."""
+    """Add the partials of this rank's tiles. A work item is one of SPLIT row blocks of a tile.
+
+    problem: as for ``place_of``
+    tiles: number of tiles of a shard
+    """
     M_shard, N, _, _, _ = problem
     row_bytes: gl.constexpr = BLOCK_N * (z_ptr.dtype.element_ty.primitive_bitwidth // 8)
     tile_bytes: gl.constexpr = BLOCK_M * row_bytes
@@ -52,11 +56,11 @@ def add_partition(
         row, col = place_of(tile, problem, RANKS)
         # producer: the partition that sends the tile, on every rank
         wait_for_ranks(ctx, signal_at(ctx, half, tile), tiles, signal)
-        parts = data_at(ctx, half, me) + tile.to(gl.int64) * tile_bytes
+        partials = data_at(ctx, half, me) + tile.to(gl.int64) * tile_bytes
         begin = item % SPLIT * part_rows
         for first in range(begin, begin + part_rows, ROWS):
             _add_rows(
-                parts + first * row_bytes, tiles.to(gl.int64) * tile_bytes, z_ptr, bias_ptr, row + first, col,
+                partials + first * row_bytes, tiles.to(gl.int64) * tile_bytes, z_ptr, bias_ptr, row + first, col,
                 M_shard, N, ROWS, RANKS, HAS_BIAS,
             )
         item = item_of_warps(answer)

@@ -45,12 +45,12 @@ def gemm_rs_specialized_kernel(
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
-    x_desc: [1, W * M_shard, K], for [1, HALF_M, BLOCK_K] elements
-    w_desc: [N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [K, N], for [BLOCK_K, HALF_N]
+    x_desc: tensor descriptor of [1, W * M_shard, K] with blocks [1, HALF_M, BLOCK_K]
+    w_desc: of [N, K] with blocks [HALF_N, BLOCK_K]; W_IS_KN: of [K, N] with [BLOCK_K, HALF_N]
     x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None
-    desc1, desc2, ...: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N], for [1, HALF_M, HALF_N]
+    desc1, desc2, ...: of the data of rank + 1, rank + 2, ..., rank: [halves, rows, BLOCK_N] with [1, HALF_M, HALF_N]
     ROWS: rows of a tile that are added at a time
-    SPLIT: parts of a tile that are added as separate work items
+    SPLIT: row blocks of a tile that are added as separate work items
     SCALING: kind of scales, "row" or "block", or ""
     X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
     PROMOTE: see ``multiply_partition``
@@ -61,7 +61,8 @@ def gemm_rs_specialized_kernel(
     signal = agreed_signal(signal)
     tiles = ((M_shard + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     # A void launch has no work items: a peer may still read the data of an earlier launch.
-    there = gl.where(signal != 0, tiles, 0)
+    num_tiles = gl.where(signal != 0, tiles, 0)
+    num_sums = num_tiles * SPLIT
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
@@ -76,9 +77,9 @@ def gemm_rs_specialized_kernel(
             (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, SCALING, PROMOTE)),
             (
                 add_partition,
-                (ctx, problem, z_ptr, bias_ptr, tiles, there * SPLIT, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
+                (ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
             ),
-            (load_partition, (ctx, operands, memory, bars, there * RANKS, problem, me, RANKS, W_IS_KN)),
+            (load_partition, (ctx, operands, memory, bars, num_tiles * RANKS, problem, me, RANKS, W_IS_KN)),
             (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, RANKS)),
         ],
         WARPS.value,

@@ -35,7 +35,7 @@ def place_of(tile, problem, RANKS: gl.constexpr):
     """
     rows, columns, _, group_m, _ = problem
     tiles_m, tiles_n = (rows + BLOCK_M - 1) // BLOCK_M, (columns + BLOCK_N - 1) // BLOCK_N
-    # A bundle has RANKS tile rows, so a group has ``group_m`` tile rows in all.
+    # Each tile stands for the same tile of RANKS shards, so a group has ``group_m`` tile rows in all.
     pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, gl.maximum(group_m // RANKS, 1))
     return pid_m * BLOCK_M, pid_n * BLOCK_N
 
@@ -53,8 +53,8 @@ def load_partition(
 ):
     """Fetch work items, and load their operands.
 
-    The next item is requested 2 * STAGES steps before the end of one, and its place is computed STAGES steps before it.
-    So neither delays its loads: meanwhile steps are multiplied that have been loaded.
+    The next item is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
+    before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     steps = problem[2]
     turn = 0

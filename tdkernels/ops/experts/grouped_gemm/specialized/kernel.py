@@ -4,7 +4,7 @@ It computes what ``group_gemm_kernel`` does, with the same bits. Programs are pe
 
     multiply    two partitions of four warps, each for half of the rows of a tile
     load        one warp: loads operands with TMA
-    store       one warp: stores a finished tile, with TMA if all of its rows belong to its group
+    store       one warp: stores a finished tile, with TMA if it has no rows of another group and no columns past N
 
 So storing a tile overlaps with the main loop of the next one. If only the first half of the rows of a tile belongs to
 its group, one partition multiplies alone, in half of the time. Tiles come from a queue, so that programs with many
@@ -36,9 +36,9 @@ def group_gemm_specialized_kernel(
 ):
     """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, a multiple of 8.
 
-    x_desc: [1, R, K], for [1, HALF_M, BLOCK_K] elements
-    w_desc: [planes * N, K], for [HALF_N, BLOCK_K] elements; W_IS_KN: [experts * K, N], for [BLOCK_K, HALF_N]
-    y_desc, pre_desc: [1, R, N] and [1, R, 2 * N], for [1, HALF_M, HALF_N] elements; pre_ptr and pre_desc may be None
+    x_desc: tensor descriptor of [1, R, K] with blocks [1, HALF_M, BLOCK_K]
+    w_desc: of [planes * N, K] with blocks [HALF_N, BLOCK_K]; W_IS_KN: of [experts * K, N] with [BLOCK_K, HALF_N]
+    y_desc, pre_desc: of [1, R, N] and [1, R, 2 * N] with blocks [1, HALF_M, HALF_N]; pre_ptr and pre_desc may be None
     counter_ptr: an int32 zero, the work queue
     PAIR: SwiGLU, "swiglu"; ``pre_ptr``: where to store its input
     x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None

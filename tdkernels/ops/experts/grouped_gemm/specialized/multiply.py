@@ -33,8 +33,8 @@ def multiply_experts(
     of_tile: gl.constexpr = scales_of_pair if PAIR else scales_of_tile
     of_step: gl.constexpr = scales_of_pair_step if PAIR else scales_of_step
     prepare: gl.constexpr = of_tile if SCALING == "row" else None
-    scaled: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
+    apply: gl.constexpr = scale_tile if SCALING == "row" else no_epilogue
     factors: gl.constexpr = of_step if SCALING == "block" else None
     multiply_partition(
-        memory, bars, steps, epilogue, WHICH, HALF_ROWS, W_IS_KN, scaled, pass_tile, passes, prepare, PROMOTE, factors
+        memory, bars, steps, epilogue, WHICH, HALF_ROWS, W_IS_KN, apply, pass_tile, passes, prepare, PROMOTE, factors
     )

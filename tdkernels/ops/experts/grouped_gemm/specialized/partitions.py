@@ -102,7 +102,7 @@ def load_partition(
     operands: descriptors of x [1, R, K] and of the weight [planes * N, K], or [experts * K, N] if W_IS_KN
     counter_ptr: number of tiles that have been fetched, initially zero
 
-    The next tile is requested STAGES steps before the end of one. Its number arrives meanwhile.
+    The next tile is requested STAGES steps before the end of the current one. Its number arrives meanwhile.
     """
     N, K, tiles_n, _ = problem
     groups = _groups_of(splits, tiles_n, EXPERTS)
@@ -163,7 +163,9 @@ def _store_rows(out, ptr, row, col, end, width, N):
 
 @gluon.jit
 def _store(out, target, width, row, col, end, N):
-    """Store half a tile, and return when it has been read. TMA would also store rows of the next group.
+    """Store half a tile, and return when it has been read.
+
+    TMA has no mask, so it stores only halves without rows past ``end`` and columns past N.
 
     target: (pointer, descriptor) of the output [R, width]
     """

@@ -12,8 +12,8 @@ from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN
 from tdkernels.ops.experts.tp_moe.kernel_route import chunk_at_turn
 
-_TOKENS = gl.constexpr(BLOCK_TOKENS)  # with one signal
-_GROUPS = gl.constexpr(4)  # of _TOKENS tokens in a work item for a peer, so that few barriers wait for its stores
+_TOKENS = gl.constexpr(BLOCK_TOKENS)  # per signal
+_GROUPS = gl.constexpr(4)  # signals per work item for a peer: one barrier before all of them, instead of one for each
 
 
 @gluon.jit
@@ -36,7 +36,11 @@ def _sum_of_choices(tensors, tokens, there, columns, inside, N, CHOICES: gl.cons
 def _sum_of_ranks(
     parts, part_bytes, offs, mask, own, me, dtype: gl.constexpr, RANKS: gl.constexpr, layout: gl.constexpr
 ):
-    """Return the sum of all ranks' sums in fp32, in rank order. ``parts`` is the address of that of rank 0."""
+    """Return the sum over all ranks in fp32, in rank order.
+
+    parts, part_bytes: address of the sums of rank 0, and distance to those of the next rank
+    own: the sums of this rank in fp32
+    """
     total = gl.zeros(own.shape, gl.float32, layout)
     for source in gl.static_range(RANKS):
         part = gl.load(pointer_to(parts + source * part_bytes, dtype) + offs, mask=mask & (me != source), other=0.0)
@@ -59,7 +63,7 @@ def _add_for_peer(
     ctx, tensors, half, owner, token, column, M_shard, N, shard_bytes, me, COLUMNS: gl.constexpr,
     CHOICES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):
-    """Store the sums of _TOKENS tokens of rank ``owner``, from ``token`` on, there: COLUMNS columns of them."""
+    """Sum the rows of _TOKENS tokens of rank ``owner``, from ``token`` on, and store COLUMNS columns at that rank."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     to = pointer_to(data_at(ctx, half, owner) + me * shard_bytes, dtype)
@@ -76,7 +80,7 @@ def _add_own(
     ctx, tensors, half, token, column, M_shard, N, shard_bytes, me, COLUMNS: gl.constexpr, CHOICES: gl.constexpr,
     RANKS: gl.constexpr, ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):
-    """Add the sums of _TOKENS tokens of this rank, from ``token`` on, to those of the peers: COLUMNS columns."""
+    """Store COLUMNS columns of z for _TOKENS tokens of this rank, from ``token`` on: its own sums plus the peers'."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     z_ptr = tensors[1]
     dtype: gl.constexpr = z_ptr.dtype.element_ty
@@ -94,7 +98,7 @@ def _add_own(
 
 @gluon.jit
 def _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me):
-    """Wait until the tiles of a slice are stored. Return the number of slices that are complete.
+    """Wait until the tiles of slices 0 to ``slice_id`` are stored. Return the number of complete slices.
 
     complete: number of slices for which this partition has waited
     """
@@ -107,10 +111,10 @@ def _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me):
 
 
 @gluon.jit
-def _order_of(item, sizes):
-    """Return (slice, whether the tokens are this rank's, number among these work items of the slice) of a work item.
+def _place_of_item(item, sizes):
+    """Return (slice, whether the tokens are this rank's, index among the slice's items of that kind) of a work item.
 
-    sizes: (slices, work items of a slice for the peers, for this rank)
+    sizes: (number of slices, work items of a slice for the peers' tokens, for this rank's tokens)
 
     This rank's tokens of a slice come after the peers' tokens of the next one, so that the sums of the peers arrive
     meanwhile.
@@ -152,7 +156,7 @@ def add_partition(
     item = item_of_warps(request_by_warps(ctx, 1, WARPS))
     while item < num_items:
         answer = request_by_warps(ctx, 1, WARPS)
-        slice_id, is_own, number = _order_of(item, sizes)
+        slice_id, is_own, number = _place_of_item(item, sizes)
         block = slice_id * of_slice + number % of_slice
         rest, each = number // of_slice, gl.where(is_own, groups, wide_groups)
         group, count = rest % each * gl.where(is_own, 1, _GROUPS), gl.where(is_own, 1, _GROUPS)

@@ -45,16 +45,18 @@ def copy_tokens(
     ctx, places, sizes, half, signal, counters, first_turn, last_turn, me, CHOICES: gl.constexpr, WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """Copy the tokens of the chunks of a range of turns, as they arrive, together with other partitions.
+    """Copy the tokens of turns ``first_turn`` to ``last_turn`` - 1 to their rows, as they arrive.
 
-    places: (addresses of this rank's tokens, of the slot of rank 0, and of the rows; pointer to the row of each
-        assignment)
+    The partitions of all programs share the work. For turns see ``kernel_route``.
+
+    places: (address of this rank's tokens, of the slot of rank 0, of the rows of all experts; pointer to the row of
+        each assignment, or -1)
     sizes: (tokens of a rank, bytes of a row, bytes of a slot, tokens of a chunk, chunks of a rank, ranks, stages)
     counters: (pointer to the number of items of these turns that have been fetched, an int32 zero; ``done_ptr``)
     AT_ONCE: tokens that are copied at a time: as many as fit in the registers
     """
     x_at, slots_at, rows_at, rows_ptr = places
-    rows, row_bytes, slot_bytes, chunk_rows, num_chunks, ranks, stages = sizes
+    M_shard, row_bytes, slot_bytes, chunk_rows, num_chunks, ranks, stages = sizes
     counter_ptr, done_ptr = counters
     num_words = row_bytes // 16 * 2  # so that the compiler knows that it is even
     of_turn = chunk_rows // _TOKENS  # also of a chunk with fewer tokens
@@ -70,8 +72,8 @@ def copy_tokens(
             wait_plan(ctx, signal_at(ctx, half, source * num_chunks + chunk), signal, source)
             tokens_at = slots_at + source.to(gl.int64) * slot_bytes
         _copy_item(
-            tokens_at, rows_at, rows_ptr + source.to(gl.int64) * rows * CHOICES,
-            chunk * chunk_rows + item % of_turn * _TOKENS, rows, num_words, CHOICES, WARPS, AT_ONCE,
+            tokens_at, rows_at, rows_ptr + source.to(gl.int64) * M_shard * CHOICES,
+            chunk * chunk_rows + item % of_turn * _TOKENS, M_shard, num_words, CHOICES, WARPS, AT_ONCE,
         )
         stage = stage_of_turn(turn, stages, ranks, num_chunks)
         add_release_by_warps(done_ptr + stage, WARPS)  # waiter: await_copies

@@ -70,8 +70,8 @@ def _copy_and_multiply(
 def _push_and_copy(copies, program, num_comm, CHOICES: gl.constexpr, AT_ONCE: gl.constexpr):
     """Push this rank's tokens if this is one of the first ``num_comm`` programs. Then copy tokens to their rows."""
     ctx, places, sizes, half, signal, done_ptr, me = copies
-    rows, row_bytes, slot_bytes, chunk_rows, num_chunks, ranks, _ = sizes
-    shard = rows, row_bytes, gl.minimum(chunk_rows, rows), row_bytes, 1, num_chunks, slot_bytes
+    M_shard, row_bytes, slot_bytes, chunk_rows, num_chunks, ranks, _ = sizes
+    shard = M_shard, row_bytes, gl.minimum(chunk_rows, M_shard), row_bytes, 1, num_chunks, slot_bytes
     if num_comm > 0:
         push_partition(ctx, places[0], half, signal, shard, (None, 0, 0), program, num_comm, False)
     _copy_own(copies, CHOICES, 2, AT_ONCE)
@@ -105,7 +105,8 @@ def moe_ag_gemm_specialized_kernel(
 ):
     """Compute y as ``moe_ag_gemm_kernel`` does, without the results for gradients.
 
-    sorted_ptr, sorted_desc: the rows [R, K], and [1, R, K] for [1, HALF_M, BLOCK_K] elements
+    sorted_ptr: the rows [R, K]
+    sorted_desc: tensor descriptor of [1, R, K] with blocks [1, HALF_M, BLOCK_K]
     w_desc, y_ptr to pre_desc, PAIR to PROMOTE: as for ``group_gemm_specialized_kernel``
     done_ptr: int64 [MAX_STAGES + 2], zero: the finished copies of each stage, and two queues of copies
     num_comm: number of programs that push, 0 for one rank

@@ -3,7 +3,8 @@
 It computes what ``moe_gemm_rs_kernel`` does, with the same slots and signals, so ranks may run either of them. The
 order of the work differs: slices of the columns of the output, instead of stages of tokens. All tiles of a slice are
 computed before those of the next one. Then the rows of all tokens can be added for these columns. So each slice reads
-the rows h again, while a stage would read the weights again, which are larger. A program has five partitions of warps:
+the rows h [R, K] again. A stage would read the weights [E, N, K] again, which are larger if E * N > R. A program has
+five partitions of warps:
 
     multiply    two partitions of four warps, each for half of the rows of a tile; afterwards they add rows, too
     add         two warps: add the rows of tokens, send the sums to the peers, and add the sums of all ranks
@@ -12,9 +13,10 @@ the rows h again, while a stage would read the weights again, which are larger. 
 
 So storing, adding and sending overlap with the main loop, except for the last slice.
 
-Progress (invariant 1): the warps that add wait for tiles of this rank and, for its tokens, for the sums of the peers of
-the same slice. The warps that load, multiply and store wait for nothing before the last tile. All work items come from
-queues. The sums for the peers come before this rank's tokens of the same slice.
+Progress (invariant 1): the warps that add wait for tiles of this rank. For this rank's tokens they also wait for the
+peers' sums of the same slice. Up to the last tile, the warps that load, multiply and store wait only for each other,
+within a program. All work items come from queues. The sums for the peers come before this rank's tokens of the same
+slice.
 """
 
 from triton.experimental import gluon
@@ -69,11 +71,11 @@ def moe_gemm_rs_specialized_kernel(
 ):
     """Compute z as ``moe_gemm_rs_kernel`` does.
 
-    h_desc: [1, R, K], for [1, HALF_M, BLOCK_K] elements
-    out_desc: [1, R, N], for [1, HALF_M, HALF_N] elements
+    h_desc: tensor descriptor of [1, R, K] with blocks [1, HALF_M, BLOCK_K]
+    out_desc: of [1, R, N] with blocks [1, HALF_M, HALF_N]
     w_desc, W_IS_KN, SCALING to PROMOTE: as for ``group_gemm_specialized_kernel``
     done_ptr: int64 [MAX_STAGES], zero: the finished tiles of each slice
-    slice_columns: tile columns of a slice, at least COLUMNS columns
+    slice_columns: tile columns of a slice; their BLOCK_N columns are a multiple of COLUMNS
     COLUMNS: columns that are added at a time, as in the portable kernel
     ROUND_OWN: as there
     """

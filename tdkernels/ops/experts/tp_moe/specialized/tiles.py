@@ -1,7 +1,8 @@
 """The partitions that load and store tiles, of both warp-specialized kernels of tp_moe.
 
-A tile is passed on as ``2 * number``, or as ``2 * number + 1`` if it has at most HALF_M rows. ``number`` counts the
-tile columns of the tiles in the table of ``kernel_route``. Arguments of several functions:
+An entry of the table of ``kernel_route`` is one tile row. A tile has the number ``index in the table * tile columns +
+tile column``. It is passed on as ``2 * number``, or as ``2 * number + 1`` if it has at most HALF_M rows. Arguments of
+several functions:
 
     tiles    (pointer to the table, pointer to the begins of the stages, tile columns, group_m)
     slices   (tile rows, tile columns of a slice of the output), of moe_gemm_rs
@@ -33,7 +34,7 @@ _LAST = gl.constexpr(0x7FFFFFFF)
 
 @gluon.jit
 def place_by_stage(item, ends, tiles):
-    """Return (stage, index in the table, tile column) of a work item, stage by stage."""
+    """Return (stage, index in the table, tile column) of a work item, stage by stage. ends: see ``ends_of_stages``."""
     is_before = ends <= item
     first = gl.max(gl.where(is_before, ends, 0), 0)
     end = gl.min(gl.where(is_before, _LAST, ends), 0)
@@ -57,7 +58,10 @@ def place_by_slice(item, slices, tiles):
 
 @gluon.jit
 def ends_of_stages(tiles):
-    """Return the end of each stage in the list of tiles, in a partition of one warp. The last stages may be empty."""
+    """Return the number of work items up to the end of each stage, int32 [32], in a partition of one warp.
+
+    The last stages may be empty. Values from MAX_STAGES - 1 on are equal.
+    """
     _, begins_ptr, tiles_n, _ = tiles
     stages = gl.arange(0, 32, layout=ONE_WARP)
     return gl.load(begins_ptr + 1 + gl.minimum(stages, MAX_STAGES - 1)) * tiles_n
@@ -87,8 +91,8 @@ def load_partition(
     PLACE: ``place_by_stage`` or ``place_by_slice``, with ``order``
     AWAIT: None, or (ctx, stage, number of stages whose rows are there, ``waits``) -> this number, at least stage + 1
 
-    The next tile is requested 2 * STAGES steps before the end of one, and its place is computed STAGES steps before it.
-    So neither delays its loads: meanwhile steps are multiplied that have been loaded.
+    The next tile is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
+    before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     turn = 0
