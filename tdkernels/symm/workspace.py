@@ -104,6 +104,11 @@ class Workspace(Mailbox):
         if plan is None:
             plan = self._new_plan(operator, fields, half_bytes, half_signals, num_flags)
             self._plans[key] = plan
+        elif half_bytes > self.half_bytes or half_signals > self.half_signals or num_flags > self.num_flags:
+            # The kernel would access memory past its part of the buffer.
+            raise AssertionError(
+                f"{operator}: a bug in tdkernels: the fields of a plan do not determine its buffer sizes: {fields}"
+            )
         return plan
 
     def _new_plan(self, operator, fields, half_bytes, half_signals, num_flags):

@@ -331,6 +331,13 @@ def grow_workspace():
             workspace.prepare("op", {"n": 100 + rank}, 1 << 20, 1)
         assert workspace.buffer is buffer
         assert workspace.prepare("op", {"n": 6}, 1, 1) == 6
+        # Fields that do not determine the sizes are found before a kernel leaves the buffer.
+        for which in range(3):
+            sizes = [workspace.half_bytes, workspace.half_signals, workspace.num_flags]
+            assert workspace.prepare("op", {"n": 6}, *sizes) == 6
+            sizes[which] += 1
+            with pytest.raises(AssertionError, match="op: a bug in tdkernels: the fields of a plan do not"):
+                workspace.prepare("op", {"n": 6}, *sizes)
         single = get_workspace(group, device(), "single", halves=1)
         single.prepare("op", {"n": 1}, 1000, 1)
         assert single.data_offset + single.half_bytes == single.buffer.nbytes

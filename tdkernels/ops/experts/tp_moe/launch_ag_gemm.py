@@ -26,10 +26,13 @@ _COPY_WORDS = 4096
 def problem_fields(
     x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", activation: str | None,
 ) -> dict[str, Any]:
-    """Return the properties of a launch that must be the same on all ranks."""
+    """Return the properties of a launch that must be the same on all ranks.
+
+    The chunks are those of the routing, whose config may differ from that of the launch.
+    """
     return {
         "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
-        "dtype": str(x.dtype),
+        "dtype": str(x.dtype), "chunk_rows": routing.chunk_rows,
     }
 
 

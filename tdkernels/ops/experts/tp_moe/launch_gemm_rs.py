@@ -51,7 +51,7 @@ def compile(
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
     tiling, empty = routing.tiling(config.tiles.block_m), h.new_empty(1)
     routed = routing.rows, tiling.table, tiling.begins
-    if launch_specialized.supports(h, weight_layout(w)[0], None, config):
+    if launch_specialized.supports_gemm_rs(h, weight_layout(w)[0], routing.world_size, config):
         out = h.new_empty(1, w.shape[1])
         launch_specialized.compile_gemm_rs(
             ctx, h, w, routing, routed, weights, out, piece_of(w.shape[1], routing), config
@@ -105,7 +105,7 @@ def _prepare(workspace, routing, operands, config, scales):
         "moe_gemm_rs", with_config(fields, config),
         routing.world_size * round_up(tokens * n * z.element_size(), ALIGN.value), routing.world_size * of_shard,
     )
-    if launch_specialized.supports(h, w, None, config, scales):
+    if launch_specialized.supports_gemm_rs(h, w, routing.world_size, config, scales):
         args, constants = launch_specialized.gemm_rs_arguments(
             workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, piece, config, scales
         )

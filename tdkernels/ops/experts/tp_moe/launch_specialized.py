@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
 _MOST_SLICES = 8  # of moe_gemm_rs, at most MAX_STAGES
+_MOST_RANKS = 64  # threads of the two warps that add
 # Programs that push, per program that pushes in the portable kernel. There all warps of a program push, here two.
 _PUSHING_PER_PORTABLE = 4
 
@@ -50,6 +51,11 @@ def supports(
     if not x.shape[0]:
         return False
     return grouped_gemm.supports(x, w, memory_layout(w, activation), activation, config, scales)
+
+
+def supports_gemm_rs(h: torch.Tensor, w: torch.Tensor, ranks: int, config: Any, scales: Scales | None = None) -> bool:
+    """Return ``supports`` for moe_gemm_rs, whose partitions wait for each rank in a thread of its own."""
+    return ranks <= _MOST_RANKS and supports(h, w, None, config, scales)
 
 
 def num_pushing(num_comm: int, device: torch.device) -> int:

@@ -5,6 +5,7 @@ test_tp_moe_ranks.py starts them: determinism, memory reuse, disagreement, and l
 
 import random
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import tdkernels
 from tdkernels import MoeTpConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
+from tdkernels.symm import get_workspace
 from tests.ops.experts.tp_moe.cases import CONFIGS, LOW, poisoned_outputs
 from tests.ops.experts.tp_moe.oracle import FP16, FP32, Sliced
 from tests.support.ranks import a_group
@@ -133,6 +135,43 @@ def reports_disagreement_in_down_stage(what):
         check_disagreement(error, "moe_gemm_rs", *expected)
         layer.check({"y": tdkernels.moe_gemm_rs(h, routing, weights, w_down, group=group)})
         del group, layer, routing
+
+
+def _down_stages(layer, chunks, config):
+    """Return a call of ``moe_gemm_rs`` with ``config`` for each routing, one with chunks of each size."""
+    x, ids, weights, w_gate_up, w_down = layer.operands()
+    calls = []
+    for chunk_rows in chunks:
+        h, routing = tdkernels.moe_ag_gemm(
+            x, ids, w_gate_up, activation=layer.activation, group=layer.group,
+            config=MoeTpConfig(tiles=LOW, chunk_rows=chunk_rows),
+        )
+        calls.append(
+            partial(tdkernels.moe_gemm_rs, h, routing, weights, w_down, group=layer.group, config=config)
+        )
+    return calls
+
+
+def takes_routings_with_other_chunks():
+    """The signals of ``moe_gemm_rs`` are those of the chunks of the routing, not of its own config."""
+    ranks = dist.get_world_size()
+    with a_group() as group:
+        layer = Sliced(**BASE_SPEC, group=group)
+        workspace = get_workspace(group, layer.operands()[0].device, "moe_gemm_rs")
+        for chunk_rows, call in zip((16, 2048), _down_stages(layer, (16, 2048), OTHER_CONFIG), strict=True):
+            layer.check({"y": call()})
+            assert workspace.half_signals >= ranks * chunk_rows // 16
+        del group, layer, workspace, call
+
+
+def reports_routings_with_other_chunks():
+    with a_group() as group:
+        layer = Sliced(**BASE_SPEC, group=group)
+        calls = _down_stages(layer, (16, 48), OTHER_CONFIG)
+        error = failure_of(calls[dist.get_rank() == 1])
+        check_disagreement(error, "moe_gemm_rs", "chunk_rows", 48, 16)
+        layer.check({"y": calls[0]()})
+        del group, layer, calls
 
 
 def reports_operator_mismatch():

@@ -6,6 +6,7 @@ import torch
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
 from tests.ops.experts.tp_moe import specialized_cases as specialized
@@ -80,6 +81,13 @@ def test_config_without_tiles_in_fp8(hidden, expected):
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")
 def test_other_devices():
     on_ranks(2, specialized.computes_on_other_devices, dict(tokens=20, k=2, experts=4, width=24, hidden=8))
+
+
+def test_most_ranks(monkeypatch):
+    """A thread of the two warps that add waits for each rank, so there can be 64."""
+    monkeypatch.setattr(launch_specialized, "supports", lambda *_: True)
+    found = [launch_specialized.supports_gemm_rs(None, None, ranks, None) for ranks in (1, 64, 65, 128)]
+    assert found == [True, True, False, False]
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ def test_disagreement_in_down_stage(what):
     on_ranks(3, rank_cases.reports_disagreement_in_down_stage, what)
 
 
+def test_routings_with_other_chunks():
+    on_ranks(2, rank_cases.takes_routings_with_other_chunks)
+    on_ranks(3, rank_cases.reports_routings_with_other_chunks)
+
+
 def test_operator_mismatch():
     on_ranks(3, rank_cases.reports_operator_mismatch)
 
