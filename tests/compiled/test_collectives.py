@@ -9,6 +9,7 @@ from tdkernels.ops.collectives.config import EXCHANGES
 from tests.compiled.collectives import COLLECTIVES, compile_collective
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
 from tests.support.aot import TARGETS, narrow, without_machine_code
+from tests.support.subset import THOROUGH, pairs
 
 pytestmark = needs_no_gpu
 
@@ -17,11 +18,11 @@ each_collective = pytest.mark.parametrize("operator, exchange", COLLECTIVES, ids
 BLOCKS = [(4096, 4), (8192, 8), (16384, 16), (32768, 16)]
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@each_collective
-def test_collectives_compile(operator, exchange, dtype, arch):
-    compile_collective(operator, exchange, arch, dtype)
+@pytest.mark.parametrize(
+    "collective, dtype, arch", pairs(list(COLLECTIVES), (BF16, FP16, FP32), list(TARGETS), everything=THOROUGH), ids=str
+)
+def test_collectives_compile(collective, dtype, arch):
+    compile_collective(*collective, arch, dtype)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])

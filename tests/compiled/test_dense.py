@@ -11,13 +11,15 @@ from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tests.compiled.dense import COPYING_KERNELS, GEMM_KERNELS, ROWS, K, N, compile_gemm
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, TARGETS, narrow, without_machine_code
+from tests.support.subset import THOROUGH, pairs
 
 pytestmark = needs_no_gpu
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("kernel", GEMM_KERNELS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kernel, dtype, arch", pairs(GEMM_KERNELS, (BF16, FP16, FP32), list(TARGETS), everything=THOROUGH),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_gemm_kernels_compile(kernel, dtype, arch):
     compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == BF16)
 

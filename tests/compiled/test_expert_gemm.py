@@ -21,7 +21,7 @@ from tests.compiled.expert_gemm import (
 )
 from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
 from tests.support.aot import TARGETS, assemble, product_loops, unwritten, without_machine_code
-from tests.support.subset import THOROUGH
+from tests.support.subset import THOROUGH, pairs
 
 pytestmark = needs_no_gpu
 
@@ -71,10 +71,12 @@ MULTIPLIES = {
 }
 
 
-@pytest.mark.parametrize("arch, dtype", FP8_TARGETS, ids=str)
-@pytest.mark.parametrize("activation", [None, "swiglu", "swiglu_interleaved"], ids=str)
-@pytest.mark.parametrize("kind, fast", SCALINGS)
-def test_scaled_grouped_gemm_compiles(kind, fast, activation, arch, dtype):
+@pytest.mark.parametrize(
+    "scaling, activation, target",
+    pairs(SCALINGS, (None, "swiglu", "swiglu_interleaved"), FP8_TARGETS, everything=THOROUGH), ids=str,
+)
+def test_scaled_grouped_gemm_compiles(scaling, activation, target):
+    (kind, fast), (arch, dtype) = scaling, target
     compiled = compile_scaled(arch, dtype, kind, activation, fast=fast)
     assert MULTIPLIES[arch].search(compiled.asm["ptx" if arch.startswith("sm") else "amdgcn"])
 

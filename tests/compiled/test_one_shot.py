@@ -10,15 +10,17 @@ from tests.compiled.dense import ONE_SHOT_KERNELS, K, N, compile_one_shot
 from tests.compiled.expert_gemm import compile_grouped
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
 from tests.support.aot import SHARED_MEMORY, TARGETS, narrow
+from tests.support.subset import THOROUGH, pairs
 
 pytestmark = needs_no_gpu
 
 each_one_shot_kernel = pytest.mark.parametrize("kernel", ONE_SHOT_KERNELS, ids=lambda k: k.__name__)
 
 
-@each_one_shot_kernel
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(
+    "dtype, arch, kernel", pairs((BF16, FP16, FP32), list(TARGETS), ONE_SHOT_KERNELS, everything=THOROUGH),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_one_shot_compiles(dtype, arch, kernel):
     compile_one_shot(kernel, arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
     if arch in ("sm_90", "gfx942"):

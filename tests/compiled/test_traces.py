@@ -17,6 +17,7 @@ from tests.compiled.flash_decode import decode_launch
 from tests.compiled.targets import BF16, compile_launches, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
 from tests.support.aot import TARGETS, compile_for, pointer
+from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 
@@ -43,8 +44,11 @@ def compile_any(kernel, arch, **constants):
     return compile_gemm(kernel, arch, BF16, **constants)
 
 
+# The code of a trace is the same for all targets of a vendor.
 @each_traced_kernel
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", [
+    "sm_90", "gfx942", *(pytest.param(arch, marks=thorough) for arch in ("sm_80", "sm_100", "gfx950")),
+])
 def test_traced_kernels_compile(kernel, arch):
     compile_any(kernel, arch, trace_ptr=pointer(torch.int64))
 

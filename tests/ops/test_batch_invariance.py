@@ -13,8 +13,12 @@ from tdkernels.ops.common.config import as_argument
 from tdkernels.symm import shared_settings
 from tests.ops import invariance_cases as cases
 from tests.support.ranks import DEVICE, device, on_ranks
+from tests.support.simulated_nodes import thorough
 
-DTYPES = torch.bfloat16, torch.float32
+each_dtype_and_number_of_ranks = pytest.mark.parametrize("ranks, dtype", [
+    (1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32), (3, torch.float32),
+    pytest.param(1, torch.float32, marks=thorough), pytest.param(3, torch.bfloat16, marks=thorough),
+])
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +115,7 @@ def dense_ranks(dtype):
     return found, cases.configs_by_rows(dtype), cases.dense(dtype, ["gemm_rs"], mode=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype_and_number_of_ranks
 def test_gemms(ranks, dtype):
     for changed, by_rows, default in on_ranks(ranks, dense_ranks, dtype):
         assert not any(changed.values()), changed
@@ -128,8 +131,7 @@ def other_ranks(dtype):
     return {**found, **cases.collectives(dtype), **(cases.grouped_fp8() if dtype == torch.float32 else {})}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype_and_number_of_ranks
 def test_collectives_and_grouped_gemm(ranks, dtype):
     for changed in on_ranks(ranks, other_ranks, dtype):
         assert not any(changed.values()), changed
@@ -258,7 +260,8 @@ FEW = "chunks", "queries and a window"
 
 
 @pytest.mark.parametrize("ranks, dtype, names", [
-    (1, torch.float32, list(cases.DECODES)), (2, torch.bfloat16, list(cases.DECODES)), (3, torch.float32, FEW),
+    (1, torch.float32, list(cases.DECODES)), (2, torch.bfloat16, list(cases.DECODES)),
+    pytest.param(3, torch.float32, FEW, marks=thorough),
 ])
 def test_flash_decode(ranks, dtype, names):
     for changed, default in on_ranks(ranks, decode_ranks, dtype, names):
@@ -272,7 +275,9 @@ def attention_ranks(dtype):
     return {mask: cases.attention(dtype, *mask) for mask in masks}
 
 
-@pytest.mark.parametrize("ranks, dtype", [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize("ranks, dtype", [
+    (1, torch.bfloat16), (2, torch.float32), pytest.param(3, torch.bfloat16, marks=thorough),
+])
 def test_ag_attention(ranks, dtype):
     for changed in on_ranks(ranks, attention_ranks, dtype):
         assert not any(changed.values()), changed

@@ -9,10 +9,13 @@ from tests.ops.dense import gemm_ar_norm_call_cases as call_cases
 from tests.ops.dense import gemm_ar_norm_cases as cases
 from tests.ops.dense.gemm_ar_norm_cases import CONFIGS, FUSED, LAYER, LONG, RMS, SHAPES
 from tests.support.ranks import DEVICE, on_ranks
+from tests.support.simulated_nodes import thorough
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPERATORS = [RMS, LAYER]
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
+# For tests of code that both operators share.
+either_operator = pytest.mark.parametrize("operator", [RMS, pytest.param(LAYER, marks=thorough)])
 
 
 @pytest.mark.parametrize(
@@ -46,18 +49,18 @@ def test_long_rows(operator, world_size, dtype):
         on_ranks(world_size, cases.computes, operator, dtype, [LONG], config)
 
 
-@each_operator
+@either_operator
 def test_exact_sums(operator):
     for config in FUSED:
         on_ranks(3, cases.sums_exactly, operator, BF16, config)
 
 
-@each_operator
+@either_operator
 def test_poisoned_memory(operator):
     on_ranks(3, cases.reuses_poisoned_memory, operator)
 
 
-@each_operator
+@either_operator
 def test_ranks_running_ahead(operator):
     on_ranks(3, cases.runs_ahead_of_peers, operator)
 
@@ -78,7 +81,7 @@ def test_batch_invariance(operator):
     on_ranks(2, cases.is_batch_invariant, operator)
 
 
-@each_operator
+@either_operator
 def test_layouts(operator):
     on_ranks(2, cases.supports_any_layout, operator)
 
@@ -104,12 +107,12 @@ def test_subsets_of_gradients(operator):
     on_ranks(2, cases.has_subsets_of_gradients, operator)
 
 
-@each_operator
+@either_operator
 def test_main_grad(operator):
     on_ranks(2, cases.accumulates_main_grad, operator)
 
 
-@each_operator
+@either_operator
 def test_autograd_features(operator):
     on_ranks(2, cases.supports_autograd_features, operator)
 
@@ -127,7 +130,7 @@ def test_cuda_graph(operator, world_size):
     on_ranks(world_size, cases.replays_in_a_graph, operator)
 
 
-@each_operator
+@either_operator
 def test_call_cache(operator):
     on_ranks(2, call_cases.caches_calls, operator)
 
@@ -138,12 +141,12 @@ def test_invalid_arguments(operator, world_size):
     on_ranks(world_size, call_cases.rejects_invalid_arguments, operator)
 
 
-@each_operator
+@either_operator
 def test_disagreement_raises_on_every_rank(operator):
     on_ranks(3, call_cases.reports_disagreement, operator)
 
 
-@each_operator
+@either_operator
 def test_missing_rank(operator):
     for rank, error in enumerate(on_ranks(3, call_cases.misses_a_rank, operator)):
         if rank == 1:
