@@ -1,6 +1,6 @@
 """Steps of a call that all GEMM operators share: the body of the torch.library op, and the call cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def forward(
     operator: str, kernel: ModuleType, run: "Callable[..., torch.Tensor]", x: "torch.Tensor", weight: "torch.Tensor",
-    bias: "torch.Tensor | None", group: Any, config: Any, *more: Any,
+    bias: "torch.Tensor | None", group: Any, config: Any, *more: Any, fields: Mapping[str, Any] | None = None,
 ) -> "torch.Tensor":
     """Compute the output for 2-D operands: the body of the torch.library op.
 
@@ -32,16 +32,18 @@ def forward(
         group: Name of the process group.
         config: The config as text, see ``as_argument``.
         more: Other arguments of ``run``.
+        fields: Other properties that must be equal on all ranks.
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         return linear_of_call(operator, x, weight, bias, explicit_config(operator, config) if config else None)
+    problem = lambda: {**kernel.problem_fields(x, weight), **(fields or {})}  # noqa: E731
     if not x.shape[0]:
-        group_state(group).check_consensus_cached(operator, kernel.problem_fields(x, weight))
+        group_state(group).check_consensus_cached(operator, problem())
         return x.new_empty(0, weight.shape[0])
-    config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
+    config = config_for(operator, config, x, weight, group, problem)
     if config.method == "torch":
-        group_state(group).check_consensus_cached(operator, with_config(kernel.problem_fields(x, weight), config))
+        group_state(group).check_consensus_cached(operator, with_config(problem(), config))
     return run(x, weight, bias, group, config, *more)
 
 

@@ -74,8 +74,8 @@ def _ag_gemm(x, weight, bias, scales, group, config):
     return ag_gemm_launch.launch(x, weight, bias, group, config, scales=scales)[0]
 
 
-def _gemm_rs(x, weight, bias, scales, group, config):
-    return gemm_rs_launch.launch(x, weight, bias, group, config, scales=scales)
+def _gemm_rs(x, weight, bias, scales, group, config, reordered=None):
+    return gemm_rs_launch.launch(x, weight, bias, group, config, scales=scales, reordered=reordered)
 
 
 def _gemm_ar(x, weight, bias, scales, group, config):
@@ -87,7 +87,7 @@ class _Operator:
 
     Attributes:
         launch: The operator's module ``launch``.
-        fused: (x, weight, bias, scales, group, config) -> output, for the methods "fused" and "parts".
+        fused: (x, weight, bias, scales, group, config, **options) -> output, for the methods "fused" and "parts".
         by_torch: (x, weight, bias, scales, group) -> output, for the method "torch".
         config_class: Class of the configs.
         rows: (rows of x, W) -> rows of the output.
@@ -110,51 +110,62 @@ _OPERATORS = {
 
 def run(
     operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: Scales,
-    group: "dist.ProcessGroup", config: Any,
+    group: "dist.ProcessGroup", config: Any, **options: Any,
 ) -> torch.Tensor:
-    """Compute the output of an operator for 2-D operands and a resolved config."""
+    """Compute the output of an operator for 2-D operands and a resolved config. ``options``: those of its launch."""
     if config.method == "torch":
         return _OPERATORS[operator].by_torch(x, weight, bias, scales, group)
-    return _OPERATORS[operator].fused(x, weight, bias, scales, group, config)
+    return _OPERATORS[operator].fused(x, weight, bias, scales, group, config, **options)
 
 
-def _resolved(operator, x, weight, scales, group, text):
-    """Return the config of a call: the one given as ``text``, or the selected one."""
+def _options(reordered):
+    """Return the options of the launch: how the rows of gemm_rs were reordered, if they were."""
+    return {} if reordered is None else {"reordered": reordered}
+
+
+def _problem(operator, x, weight, bias, scales, reordered):
+    """Return the properties of a call that must be equal on all ranks, before a config is selected."""
+    fields = _OPERATORS[operator].launch.problem_fields(x, weight, scales)
+    if operator == "gemm_ar":
+        fields |= gemm_ar_launch.bias_fields(bias)
+    return {**fields, **gemm_rs_launch.segment_fields(reordered)}
+
+
+def _resolved(operator, x, weight, scales, group, text, fields):
+    """Return the config of a call: the one given as ``text``, or the selected one. ``fields``: see ``_problem``."""
     if spans_nodes(group):
         reject_invariant(operator, "a group on several nodes")
         return _OPERATORS[operator].config_class(method="torch")
-    fields = lambda: _OPERATORS[operator].launch.problem_fields(x, weight, scales)  # noqa: E731
-    return config_for(operator, text, x, weight, group, fields, scales)
+    return config_for(operator, text, x, weight, group, lambda: fields, scales)
 
 
 # ---- torch.library operators ----
 
 
 def _forward(operator):
-    def forward(x, weight, bias, scale_x, scale_w, scaling, out_dtype, use_fast_accum, group, config):
+    def forward(x, weight, bias, scale_x, scale_w, scaling, out_dtype, use_fast_accum, reordered, group, config):
         scales = Scales(scale_x, scale_w, scaling, out_dtype, use_fast_accum)
         group = torch_op.group_by_name(group)
-        of = _OPERATORS[operator]
         if operator != "ag_gemm":
             reject_max_ranks(operator, "float8")
         elif bias is not None:  # the compiler may fuse the scale and the bias into one operation, on several ranks only
             reject_max_ranks(operator, "float8 with a bias")
         if group.size() == 1:
             return linear_of_scaled(x, weight, bias, scales, explicit_config(operator, config) if config else None)
-        fields = of.launch.problem_fields(x, weight, scales)
+        fields = _problem(operator, x, weight, bias, scales, reordered)
         if not x.shape[0]:
             group_state(group).check_consensus_cached(operator, fields)
             return x.new_empty(0, weight.shape[0], dtype=out_dtype)
-        resolved = _resolved(operator, x, weight, scales, group, config)
+        resolved = _resolved(operator, x, weight, scales, group, config, fields)
         if resolved.method == "torch":
             group_state(group).check_consensus_cached(operator, with_config(fields, resolved))
-        return run(operator, x, weight, bias, scales, group, resolved)
+        return run(operator, x, weight, bias, scales, group, resolved, **_options(reordered))
 
     return forward
 
 
 def _fake(operator):
-    def fake(x, weight, bias, scale_x, scale_w, scaling, out_dtype, use_fast_accum, group, config):
+    def fake(x, weight, bias, scale_x, scale_w, scaling, out_dtype, use_fast_accum, reordered, group, config):
         rows = _OPERATORS[operator].rows(x.shape[0], torch_op.world_size_by_name(group))
         return x.new_empty(rows, weight.shape[0], dtype=out_dtype)
 
@@ -164,7 +175,7 @@ def _fake(operator):
 for _name in _OPERATORS:
     torch_op.register(
         f"{_name}_scaled(Tensor x, Tensor weight, Tensor? bias, Tensor scale_x, Tensor scale_w, str scaling,"
-        " ScalarType out_dtype, bool use_fast_accum, str group, str config) -> Tensor",
+        " ScalarType out_dtype, bool use_fast_accum, SymInt? reordered, str group, str config) -> Tensor",
         _forward(_name),
         _fake(_name),
     )
@@ -175,7 +186,7 @@ for _name in _OPERATORS:
 
 def call(
     operator: str, x: Any, weight: Any, bias: Any, scale_x: Any, scale_w: Any, out_dtype: Any, use_fast_accum: Any,
-    group: "dist.ProcessGroup", config: Any,
+    group: "dist.ProcessGroup", config: Any, reordered: int | None = None,
 ) -> torch.Tensor:
     """Validate and execute a call of ``operator`` with scaled operands.
 
@@ -190,13 +201,14 @@ def call(
         use_fast_accum: See ``x``.
         group: The resolved group.
         config: See ``x``.
+        reordered: For gemm_rs, see its ``launch.launch``.
 
     Returns:
         The output, [rows, N].
     """
     given = x, weight, bias, scale_x, scale_w
     known, key = call_cache.lookup_run(
-        f"{operator}, scaled", group, given, (config, out_dtype, use_fast_accum, get_mode())
+        f"{operator}, scaled", group, given, (config, out_dtype, use_fast_accum, reordered, get_mode())
     )
     if known is not None:
         return known(group, *given)
@@ -206,9 +218,9 @@ def call(
     text = as_argument(config)
     z = getattr(torch.ops.tdkernels, f"{operator}_scaled")(
         x_rows, weight, bias, scales.x, scales.weight, scales.kind, scales.out_dtype, scales.use_fast_accum,
-        group.group_name, text,
+        reordered, group.group_name, text,
     )
-    _keep_call(key, operator, group, x_rows, weight, scales, text, z.shape)
+    _keep_call(key, operator, group, x_rows, weight, scales, text, z.shape, _options(reordered))
     return z
 
 
@@ -229,11 +241,11 @@ def _check_config(operator, config, x, scales, group):
         raise ValueError(f"{operator}: config cannot run: {reason}")
 
 
-def _keep_call(key, operator, group, x_rows, weight, scales, text, shape):
+def _keep_call(key, operator, group, x_rows, weight, scales, text, shape, options):
     """Insert a call into the call cache, see ``runtime.call_cache.lookup_run``."""
     if not call_cache.is_current(group, key) or group.size() == 1 or not x_rows.shape[0]:
         return
-    config = _resolved(operator, x_rows, weight, scales, group, text)
+    config = _resolved(operator, x_rows, weight, scales, group, text, {})
     rows, columns, shape_w = x_rows.shape, scales.x.shape[1:], scales.weight.shape
     settings = scales._replace(x=None, weight=None)  # type: ignore[arg-type]  # an entry holds no tensor of the call
 
@@ -243,14 +255,14 @@ def _keep_call(key, operator, group, x_rows, weight, scales, text, shape):
         return x.reshape(rows), weight, bias, given
 
     def again(group, *given):
-        return run(operator, *operands(*given), group, config)
+        return run(operator, *operands(*given), group, config, **options)
 
     def bind(group, *given):
         x, weight, bias, scales = operands(*given)
         used = (x, given[0]), (scales.x, given[3]), (scales.weight, given[4])
         if any(one.data_ptr() != other.data_ptr() for one, other in used):
             return None  # the launch would read a copy
-        return _OPERATORS[operator].launch.bind(x, weight, bias, group, config, scales=scales)
+        return _OPERATORS[operator].launch.bind(x, weight, bias, group, config, scales=scales, **options)
 
     is_fused = config.method == "fused"
     call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_fused else None, shape))

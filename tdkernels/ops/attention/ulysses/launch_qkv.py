@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 
 
-def problem_fields(x: torch.Tensor, weight: torch.Tensor, batch: int) -> dict[str, Any]:
-    """Return the properties of a call that must be the same on all ranks."""
+def problem_fields(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int
+) -> dict[str, Any]:
+    """Return the properties of a call that must be the same on all ranks. The rank that has a row adds its bias."""
     return {
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
-        "dtype": str(x.dtype),
+        "dtype": str(x.dtype), "has_bias": bias is not None,
     }
 
 
@@ -82,7 +84,7 @@ def _prepare(workspace, operator, x, weight, bias, batch, config):
     width = weight.shape[0] // world_size
     count = tiles.count(rows, width)  # tiles of one rank's heads
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
-    fields = with_config(problem_fields(x, weight, batch), config)
+    fields = with_config(problem_fields(x, weight, bias, batch), config)
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
     y = output_spec(x, world_size * rows, width)
     resident = gpu.resident_programs(x.device, tiles, x.dtype)

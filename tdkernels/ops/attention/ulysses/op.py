@@ -107,14 +107,13 @@ def _qkv(operator, x, weight, bias, batch, group, text):
     world_size = group.size()
     if world_size == 1:
         return F.linear(x, weight, bias)
-    fields = launch_qkv.problem_fields(x, weight, batch)
+    fields = launch_qkv.problem_fields(x, weight, bias, batch)
     if not x.shape[0]:
         group_state(group).check_consensus_cached(operator, fields)
         return x.new_empty(0, weight.shape[0] // world_size)
     config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
     if config.method != "fused":
-        problem = with_config(launch_qkv.problem_fields(x, weight, batch), config)
-        group_state(group).check_consensus_cached(operator, problem)
+        group_state(group).check_consensus_cached(operator, with_config(fields, config))
     return _run_qkv(operator, x, weight, bias, batch, group, config)
 
 

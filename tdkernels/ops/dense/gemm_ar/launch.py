@@ -32,6 +32,11 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None 
     return fields if scales is None else {**fields, **scales.fields}
 
 
+def bias_fields(bias: torch.Tensor | None) -> dict[str, Any]:
+    """Return the properties of the bias that must be equal on all ranks: the owner of a tile adds the bias."""
+    return {"has_bias": bias is not None}
+
+
 @dataclass(frozen=True)
 class _Schedule:
     """Number of rounds, and delays between the roles of the kernel (see ``kernel``).
@@ -128,7 +133,7 @@ def _workspace(x, group, config):
 
 def _prepare(workspace, x, weight, bias, config, scales=None):
     """Return the Launch for normalized operands."""
-    fields = with_config(problem_fields(x, weight, scales), config)
+    fields = with_config({**problem_fields(x, weight, scales), **bias_fields(bias)}, config)
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.exchange == "one_shot":

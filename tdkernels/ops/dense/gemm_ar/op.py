@@ -72,7 +72,8 @@ def run(
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_ar", launch, run, x, weight, bias, group, config)
+    fields = launch.bias_fields(bias)
+    return forward("gemm_ar", launch, run, x, weight, bias, group, config, fields=fields)
 
 
 def _fake_gemm_ar(x, weight, bias, group, config):

@@ -21,6 +21,7 @@ from tdkernels.ops.common.config import as_argument, from_text, with_config
 from tdkernels.ops.common.fp8_groups import packed_row_bytes
 from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
+from tdkernels.ops.dense.gemm_rs.launch import segment_fields
 from tdkernels.ops.dense.launch_wire import pack_rows
 from tdkernels.ops.dense.layout import by_rank, check_dim, scattered, segment_rows_of
 from tdkernels.ops.dense.local import linear
@@ -59,17 +60,17 @@ def _run(x, weight, bias, group, config, fields):
 # ---- torch.library operator ----
 
 
-def _fields(x, weight, wire, config):
+def _fields(x, weight, wire, segment_rows, config):
     """Return the properties of a call that must be equal on all ranks."""
     fields = {"M": x.shape[0], "K/W": x.shape[1], "N": weight.shape[0], "dtype": str(x.dtype), "wire": wire}
-    return with_config(fields, config)
+    return with_config({**fields, **segment_fields(segment_rows)}, config)
 
 
 def _resolved(text):
     return from_text(GemmRsConfig, text) if text else GemmRsConfig(method="parts")
 
 
-def _forward(x, weight, bias, wire, group, config):
+def _forward(x, weight, bias, wire, segment_rows, group, config):
     reject_max_ranks("gemm_rs", f'wire="{wire}"')  # on one rank, too: it quantizes nothing
     group = torch_op.group_by_name(group)
     if group.size() == 1:
@@ -77,28 +78,31 @@ def _forward(x, weight, bias, wire, group, config):
     reject_invariant("gemm_rs", f'wire="{wire}"')
     refuse_nodes(f'gemm_rs with wire="{wire}"', group_state(group))
     config = _resolved(config)
-    fields = _fields(x, weight, wire, config)
+    fields = _fields(x, weight, wire, segment_rows, config)
     if not x.shape[0]:
         group_state(group).check_consensus_cached("gemm_rs", fields)
         return x.new_empty(0, weight.shape[0])
     return _run(x, weight, bias, group, config, fields)
 
 
-def _fake(x, weight, bias, wire, group, config):
+def _fake(x, weight, bias, wire, segment_rows, group, config):
     return x.new_empty(x.shape[0] // torch_op.world_size_by_name(group), weight.shape[0])
 
 
 torch_op.register(
-    "gemm_rs_wire(Tensor x, Tensor weight, Tensor? bias, str wire, str group, str config) -> Tensor", _forward, _fake
+    "gemm_rs_wire(Tensor x, Tensor weight, Tensor? bias, str wire, SymInt segment_rows, str group, str config)"
+    " -> Tensor",
+    _forward,
+    _fake,
 )
 
 
 class _GemmRsWire(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, wire, group, config, main_grads):
+    def forward(ctx, x, weight, bias, wire, segment_rows, group, config, main_grads):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.config, ctx.main_grads = group, config, main_grads
-        return torch.ops.tdkernels.gemm_rs_wire(x, weight, bias, wire, group, config)
+        return torch.ops.tdkernels.gemm_rs_wire(x, weight, bias, wire, segment_rows, group, config)
 
     @staticmethod
     def backward(ctx, dz):
@@ -111,7 +115,7 @@ class _GemmRsWire(torch.autograd.Function):
         if need[1]:
             dweight = returned_gradient(dweight, weight, len(ctx.main_grads) > 0)
         gradients = (grad if needed else None for grad, needed in zip((dx, dweight, dbias), need, strict=True))
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 # ---- calls ----
@@ -149,7 +153,7 @@ def call(
     segment_rows = segment_rows_of(x, dim, world_size)
     operands, text = (_rows_by_owner(x, segment_rows, world_size), weight, bias), as_argument(config)
     z = autograd.apply(
-        _GemmRsWire, torch.ops.tdkernels.gemm_rs_wire, *operands, wire, group.group_name, text,
+        _GemmRsWire, torch.ops.tdkernels.gemm_rs_wire, *operands, wire, segment_rows, group.group_name, text,
         for_backward=(as_list(main_grad),),
     )
     z = z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
@@ -168,7 +172,7 @@ def _keep_call(key, group, rows, weight, segment_rows, wire, text, shape):
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
     config = _resolved(text)
-    fields = _fields(rows, weight, wire, config)
+    fields = _fields(rows, weight, wire, segment_rows, config)
 
     def again(group, x, weight, bias):
         rows = _rows_by_owner(x, segment_rows, group.size())

@@ -30,6 +30,11 @@ def problem_fields(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None 
     return fields if scales is None else {**fields, **scales.fields}
 
 
+def segment_fields(segment_rows: int | None) -> dict[str, Any]:
+    """Return the properties of the order of the rows that must be equal on all ranks. None: the rows of each owner."""
+    return {} if segment_rows is None else {"rows of a segment": segment_rows}
+
+
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config, segment_rows, scales):
     """Return the kernel's arguments and constants."""
     tiles = config.tiles
@@ -68,18 +73,20 @@ def compile(
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
     config: "GemmRsConfig", segment_rows: int | None = None, scales: Scales | None = None,
+    reordered: int | None = None,
 ) -> torch.Tensor:
     """Run gemm_rs on 2-D operands with method "fused" or "parts"; return z.
 
     Args:
         segment_rows: The rows of x are [B, W, segment_rows], see ``supports_segments``. None: [W, M / W].
         scales: The scales of scaled operands.
+        reordered: The rows of x are [W, M / W], and were [B, W, reordered]: peers must have reordered theirs, too.
     """
     if config.method == "parts":
-        fields = with_config(problem_fields(x, weight, scales), config)
+        fields = with_config({**problem_fields(x, weight, scales), **segment_fields(reordered)}, config)
         return pipelined.launch(x, weight, bias, group, config, fields, scales)
     workspace = _workspace(x, group, config)
-    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare, segment_rows, scales=scales)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare, segment_rows, reordered, scales=scales)
     return z
 
 
@@ -93,11 +100,13 @@ def supports_segments(config: "GemmRsConfig", segment_rows: int, group: "dist.Pr
 def bind(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
     config: "GemmRsConfig", segment_rows: int | None = None, scales: Scales | None = None,
+    reordered: int | None = None,
 ) -> Launch | None:
     """Return the Launch of a fused call; None if the call copies an operand. Arguments as for ``launch``."""
     if segment_rows is not None and not supports_segments(config, segment_rows, group):
         return None
-    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare, segment_rows, scales=scales)
+    workspace, more = _workspace(x, group, config), (segment_rows, reordered)
+    return bind_product(workspace, x, weight, bias, config, _prepare, *more, scales=scales)
 
 
 def _workspace(x, group, config):
@@ -106,13 +115,12 @@ def _workspace(x, group, config):
     return get_workspace(group, x.device, name, across_nodes=across)
 
 
-def _prepare(workspace, x, weight, bias, config, segment_rows, scales=None):
+def _prepare(workspace, x, weight, bias, config, segment_rows, reordered, scales=None):
     """Return the Launch for normalized operands."""
-    fields = with_config(problem_fields(x, weight, scales), config)
+    order = segment_fields(reordered if segment_rows is None else segment_rows)
+    fields = with_config({**problem_fields(x, weight, scales), **order}, config)
     if segment_rows is None:
         segment_rows = max(x.shape[0] // workspace.world_size, 1)
-    else:
-        fields["rows of a segment"] = segment_rows
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":

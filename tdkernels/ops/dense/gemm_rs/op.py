@@ -82,15 +82,17 @@ def run(
     segment_rows: int | None = None,
 ) -> torch.Tensor:
     """Compute z for 2-D operands and a resolved config, without gradient; ``segment_rows`` as for ``launch.launch``."""
+    reordered = None
     if segment_rows is not None and not launch.supports_segments(config, segment_rows, group):
-        x, segment_rows = by_rank(x, segment_rows, group.size()), None
+        x, segment_rows, reordered = by_rank(x, segment_rows, group.size()), None, segment_rows
     if config.method != "torch":
-        return launch.launch(x, weight, bias, group, config, segment_rows)
+        return launch.launch(x, weight, bias, group, config, segment_rows, reordered=reordered)
     return gemm_rs_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, segment_rows, group, config):
-    return forward("gemm_rs", launch, run, x, weight, bias, group, config, segment_rows)
+    fields = launch.segment_fields(segment_rows)
+    return forward("gemm_rs", launch, run, x, weight, bias, group, config, segment_rows, fields=fields)
 
 
 def _fake_gemm_rs(x, weight, bias, segment_rows, group, config):
@@ -248,7 +250,7 @@ def _scaled(x, weight, bias, dim, main_grad, scaling, group, config):
     if isinstance(x, torch.Tensor) and x.dim() > 1:  # other errors are those of scaled.call
         check_dim("gemm_rs", "x", x, dim)
         _check_divisible(x, dim, world_size)
-    rows, scale_x = x, scaling[0]
+    rows, scale_x, segment_rows = x, scaling[0], None
     if dim == 1 and isinstance(x, torch.Tensor) and x.dim() > 2 and x.shape[0] > 1 and x.numel() > 0:
         scale_x = check_scaled_operands("gemm_rs", x, weight, bias, *scaling).x
         # Rows are ordered by their owner in a pass of their own, and so are their scales.
@@ -256,7 +258,7 @@ def _scaled(x, weight, bias, dim, main_grad, scaling, group, config):
         rows = by_rank(x.view(torch.uint8).reshape(-1, x.shape[-1]), segment_rows, world_size).view(x.dtype)
         if scale_x.numel() > 1:
             scale_x = by_rank(scale_x, segment_rows, world_size)
-    z = scaled.call("gemm_rs", rows, weight, bias, scale_x, *scaling[1:], group, config)
+    z = scaled.call("gemm_rs", rows, weight, bias, scale_x, *scaling[1:], group, config, reordered=segment_rows)
     return z.view(*scattered(x.shape, dim, world_size), weight.shape[0])
 
 

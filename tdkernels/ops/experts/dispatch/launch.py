@@ -206,7 +206,7 @@ def _new_combine(workspace, routing, tensors, phase, config, operands):
     fields = {
         "dtype": str(rows.dtype), "width": rows.shape[1], "k": shape.choices, "num_experts": shape.num_experts,
         "weighted": tensors.weights is not None, "numbers": tensors.row_numbers is not None,
-        **routing.agreed_slots(),
+        "chunk_tokens": routing.config.chunk_tokens, **routing.agreed_slots(),
     }
     staging = routing.combine_staging(rows.shape[1] * rows.element_size(), tensors.per_expert)
     fields = with_config(fields, config)
