@@ -112,14 +112,14 @@ def measure_ep():
     return ep_moe.measure(ep_case(backward=True), PLAN)
 
 
-def test_both_stages_are_measured_in_solo_mode():
+def test_both_kernels_are_measured_in_solo_mode():
     """Each config has the right result, and is compared with the longer of the GEMM and the wire."""
     case = solo.Case(solo._REHEARSAL, 2, 1e-3, (0, 2), 1)
     with RankPool(1, "cpu") as pool:
         pool.run(enter_solo_mode, 2)
         table = solo.rows(case, pool.run(solo.measure, case, 0)[0])
     methods = ["group_gemm", "portable 0", "portable 2", "specialized 0", "specialized 2"]
-    assert [(row["pass"], row["method"]) for row in table] == [(one, name) for one in solo.STAGES for name in methods]
+    assert [(row["pass"], row["method"]) for row in table] == [(one, name) for one in solo.KERNELS for name in methods]
     wire_ms = 512 * 32 * 2 / 1e-3 / 1e6  # tokens of the peer
     for row in table:
         assert row["absent"] is None and row["wire_ms"] == pytest.approx(wire_ms)
