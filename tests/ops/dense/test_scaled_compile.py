@@ -92,7 +92,8 @@ def opcheck():
         for scaling, fast, out_dtype in (("row", False, torch.float16), ("block", True, torch.float32)):
             case = ScaledCase(operator, 8, 5, 144, (scaling, scaling), out_dtype=out_dtype)
             scales = case.scale_x, case.scale_w, scaling, out_dtype, fast
-            check(op, case.x, case.weight, case.bias, *scales, group, as_argument(None))
+            reordered = 2 if operator == "gemm_rs" else None
+            check(op, case.x, case.weight, case.bias, *scales, reordered, group, as_argument(None))
     case = ScaledCase("ag_gemm", 8, 5, 32)
     lists = [case.weight, case.weight[:2]], [case.bias, None], case.scale_x, [case.scale_w, case.scale_w[:2]]
     options = ["row", "row"], torch.bfloat16, False, 8, True, group, "parts", 1

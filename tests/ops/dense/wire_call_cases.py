@@ -181,7 +181,7 @@ def passes_opcheck():
     tests = ("test_schema", "test_faketensor")
     for call in (
         (ops.ag_gemm_wire, x[:3], [weight, weight[:2]], [bias, None], 3, True, "fp8", group, ""),
-        (ops.gemm_rs_wire, x, weight, bias, "fp8", group, ""),
+        (ops.gemm_rs_wire, x, weight, bias, "fp8", 3, group, ""),
         (ops.all_reduce_quantized, x, "fp8", group, ""),
     ):
         torch.library.opcheck(call[0].default, call[1:], test_utils=tests)
