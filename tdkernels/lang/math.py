@@ -47,8 +47,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_K: tl.constexpr = None):
             after which the result is added to ``acc`` in fp32. None: the tensor cores accumulate all of K.
     """
     if target() == "interpreter":
-        # numpy's matmul in fp32 adds in an order that depends on the CPU and on the place of a row in its tile. In fp64
-        # the order changes bits that the rounding to fp32 removes.
+        # numpy's matmul in fp32 adds in an order that depends on the CPU and on the position of a row in its tile. In
+        # fp64 the order changes only the last bits, which rounding to fp32 removes except in very rare cases.
         wide_a, wide_b = to_float32(a).to(tl.float64), to_float32(b).to(tl.float64)
         return acc + tl.dot(wide_a, wide_b, out_dtype=tl.float64).to(tl.float32)
     else:

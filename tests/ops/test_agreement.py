@@ -23,9 +23,15 @@ def check(call, odd_call, operator, field):
     return call(), odd_call()
 
 
-def random(*shape, dtype=BF16):
+def random(*shape):
     """Return small integers, so that sums are exact."""
-    return torch.randint(-2, 3, shape, device=device()).to(dtype)
+    return torch.randint(-2, 3, shape, device=device()).to(BF16)
+
+
+def in_fp8(x, weight, options):
+    """Return the operands in fp8, and ``options`` with their scales."""
+    scale = torch.ones((), device=device())
+    return x.to(E4M3), weight.to(E4M3), dict(scale_x=scale, scale_w=scale, out_dtype=BF16, **options)
 
 
 # ---- gemm_rs: the order of the rows ----
@@ -44,8 +50,7 @@ def orders_rows(options, scaled):
     torch.manual_seed(dist.get_rank())
     x, weight = random(2, 4, 16), random(16, 16)
     if scaled:
-        scale = torch.ones((), device=device())
-        x, weight, options = x.to(E4M3), weight.to(E4M3), dict(scale_x=scale, scale_w=scale, out_dtype=BF16, **options)
+        x, weight, options = in_fp8(x, weight, options)
     with a_group() as group:
         calls = [partial(tdkernels.gemm_rs, x, weight, dim=dim, group=group, **options) for dim in (0, 1)]
         results = check(*calls, "gemm_rs", "rows of a segment")
@@ -73,8 +78,7 @@ def adds_bias(config, scaled):
     x, weight = random(4, 16), random(16, 16)
     bias, options = torch.ones(16, dtype=BF16, device=device()), {"config": config}
     if scaled:
-        scale = torch.ones((), device=device())
-        x, weight, options = x.to(E4M3), weight.to(E4M3), dict(scale_x=scale, scale_w=scale, out_dtype=BF16, **options)
+        x, weight, options = in_fp8(x, weight, options)
     with a_group() as group:
         calls = [partial(tdkernels.gemm_ar, x, weight, each, group=group, **options) for each in (bias, None)]
         with_bias, without = check(*calls, "gemm_ar", "has_bias")

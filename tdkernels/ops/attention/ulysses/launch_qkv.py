@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 
 
-def problem_fields(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int
-) -> dict[str, Any]:
-    """Return the properties of a call that must be the same on all ranks. The rank that has a row adds its bias."""
+def problem_fields(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int) -> dict[str, Any]:
+    """Return the properties of a call that must be the same on all ranks. Ranks add the bias to rows for peers."""
     return {
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
         "dtype": str(x.dtype), "has_bias": bias is not None,

@@ -28,7 +28,7 @@ from tdkernels.ops.dense.segments import row_in_segments
 @td.jit
 def _place_of(tile, tiles_m, tiles_n, group_m, RANKS: tl.constexpr):
     """Return (row, column) of a tile of a shard."""
-    # Each tile stands for the same tile of RANKS shards, so a group has ``group_m`` tile rows in all.
+    # Work items compute a tile of all RANKS shards in turn, so a group of ``group_m`` tile rows spans all shards.
     return swizzle(tile, tiles_m, tiles_n, tl.maximum(group_m // RANKS, 1))
 
 

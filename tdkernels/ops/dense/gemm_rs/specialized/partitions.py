@@ -35,7 +35,7 @@ def place_of(tile, problem, RANKS: gl.constexpr):
     """
     rows, columns, _, group_m, _ = problem
     tiles_m, tiles_n = (rows + BLOCK_M - 1) // BLOCK_M, (columns + BLOCK_N - 1) // BLOCK_N
-    # Each tile stands for the same tile of RANKS shards, so a group has ``group_m`` tile rows in all.
+    # Work items compute a tile of all RANKS shards in turn, so a group of ``group_m`` tile rows spans all shards.
     pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, gl.maximum(group_m // RANKS, 1))
     return pid_m * BLOCK_M, pid_n * BLOCK_N
 
