@@ -21,8 +21,9 @@ from tdkernels import lang as td
 
 NOTE_BAD_IDS = tl.constexpr(1)
 
-# int32 words per tile in the table: expert, first row, number of rows, and one unused.
-TILE_WORDS = tl.constexpr(4)
+# int32 words per tile in the table: expert, first row, number of rows, and one unused. From word BY_EXPERT on, the same
+# words of the tile that has this index in the order of experts.
+TILE_WORDS, BY_EXPERT = tl.constexpr(8), tl.constexpr(4)
 MAX_STAGES = tl.constexpr(8)
 
 
@@ -131,13 +132,21 @@ def moe_place_kernel(
         tl.store(stages_ptr + first_tile + tile, stage, mask=tile < own_tiles)
 
 
+@td.jit
+def _store_tiles(words, expert, row, count, mask):
+    tl.store(words, expert, mask=mask)
+    tl.store(words + 1, row, mask=mask)
+    tl.store(words + 2, count, mask=mask)
+
+
 @td.jit(do_not_specialize=["num_experts", "tile_rows"])
 def moe_order_kernel(
     splits_ptr, stages_ptr, table_ptr, begins_ptr, num_experts, tile_rows,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Sort the tiles by stage into a table with TILE_WORDS words per tile; each program handles BLOCK tiles.
+    """Write the tiles into a table with TILE_WORDS words per tile, sorted by stage and sorted by expert.
 
+    Each program handles BLOCK tiles.
     begins[s] is the number of tiles in stages before s.
     """
     experts = tl.arange(0, EXPERTS)
@@ -165,7 +174,6 @@ def moe_order_kernel(
     begin = td.sum_of(tl.where(is_before, counts[None, :], 0), 1)
     within = (tile - td.sum_of(tl.where(is_before, of_expert[None, :], 0), 1)) * tile_rows
     rows = td.sum_of(tl.where(experts[None, :] == expert[:, None], counts[None, :], 0), 1)
-    words = table_ptr + place * TILE_WORDS
-    tl.store(words, expert, mask=tile < tiles)
-    tl.store(words + 1, begin + within, mask=tile < tiles)
-    tl.store(words + 2, tl.minimum(rows - within, tile_rows), mask=tile < tiles)
+    count = tl.minimum(rows - within, tile_rows)
+    _store_tiles(table_ptr + place * TILE_WORDS, expert, begin + within, count, tile < tiles)
+    _store_tiles(table_ptr + tile * TILE_WORDS + BY_EXPERT, expert, begin + within, count, tile < tiles)

@@ -8,7 +8,7 @@ from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.gemm_operands import scale_pointers
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
 DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
-_MOST_SLICES = 8  # of moe_gemm_rs, at most MAX_STAGES
+_MOST_SLICES = 4  # of moe_gemm_rs, at most MAX_STAGES
+# Steps of K that a program multiplies in a slice, about 25 µs. A large work item takes as long.
+_LEAST_STEPS_FOR_LARGE_ITEMS = 32
 _MOST_RANKS = 64  # threads of the two warps that add
 # Programs that push, per program that pushes in the portable kernel. There all warps of a program push, here two.
 _PUSHING_PER_PORTABLE = 4
@@ -115,11 +117,12 @@ def gemm_rs_arguments(
     """
     layout, (rows, k) = memory_layout(w, None), h.shape
     of_choices, table, begins = routed
+    slice_columns = _slice_columns(layout[1], piece.columns)
     args = (
         ctx, specialized.rows_descriptor(h, 1, rows, rows * k), grouped_gemm.weight_descriptor(w, layout),
         *scale_pointers(scales), of_choices, weights, table, begins, done, out,
         grouped_gemm.output_descriptor(out), z, routing.tokens, rows, layout[1], k, plan, routing.chunk_rows,
-        _slice_columns(layout[1], piece.columns), config.tiles.group_m,
+        slice_columns, int(_has_large_items(rows, k, slice_columns, h)), config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
     return args, {
@@ -132,6 +135,12 @@ def _slice_columns(n, piece_columns):
     """Return the tile columns per slice of an output [R, n]. It has at most _MOST_SLICES slices, of whole pieces."""
     block_n = SPECIALIZED_TILE[1]
     return round_up(cdiv(cdiv(n, block_n), _MOST_SLICES), max(piece_columns // block_n, 1))
+
+
+def _has_large_items(rows, k, slice_columns, h):
+    """Return whether a slice of the GEMM takes so long that programs can add in large work items meanwhile."""
+    steps = cdiv(rows, SPECIALIZED_TILE[0]) * slice_columns * cdiv(k * h.element_size(), STEP_BYTES)
+    return steps >= _LEAST_STEPS_FOR_LARGE_ITEMS * gpu.num_sms(h.device)
 
 
 def compile_gemm_rs(

@@ -1,6 +1,7 @@
 """Test bodies for tp_moe and its two stages. Every rank runs them; test_tp_moe.py starts them."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
 from tdkernels.ops.experts.tp_moe import steps
+from tdkernels.ops.experts.tp_moe.kernel_route import BY_EXPERT, MAX_STAGES
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.tp_moe.oracle import BF16, FP32, Sliced
 from tests.support.moe_oracle import NAMES
@@ -69,6 +71,8 @@ def computes_gate_up_stage(spec, config):
         )
     tdkernels.synchronize()
     check_routing(layer, routing)
+    for rows in (16, 64):
+        check_tiling(routing, rows)
     choices = routing.choices[: int(routing.splits.sum())].long()
     tokens = layer.whole["x"].double()[choices // layer.ids.shape[1]]
     weights = layer.part("w_gate_up", layer.whole["w_gate_up"], layer.rank).double()
@@ -76,6 +80,22 @@ def computes_gate_up_stage(spec, config):
     exact = torch.stack([weight @ token for weight, token in zip(weights[experts], tokens, strict=True)])
     assert h.shape == (layer.all_ids.numel(), weights.shape[1]) and h.dtype == layer.dtype
     assert torch.equal(h[: len(choices)].double(), exact), "h"
+
+
+def check_tiling(routing, tile_rows):
+    """Check that the table lists the tiles of a routing in the order of stages, and in the order of experts."""
+    tiling = routing.tiling(tile_rows)
+    begins = tiling.begins[: MAX_STAGES.value + 1].tolist()
+    table = tiling.table[: begins[-1]].tolist()
+    tiles, row = [], 0
+    for expert, count in enumerate(routing.splits.tolist()):
+        tiles += [[expert, row + first, min(count - first, tile_rows)] for first in range(0, count, tile_rows)]
+        row += count
+    assert [entry[BY_EXPERT.value :][:3] for entry in table] == tiles
+    assert sorted(entry[:3] for entry in table) == tiles
+    for begin, end in itertools.pairwise(begins):
+        of_stage = [entry[:3] for entry in table[begin:end]]
+        assert of_stage == sorted(of_stage), "a stage is in the order of experts"
 
 
 def check_routing(layer, routing):

@@ -103,7 +103,8 @@ def compiled(source, **names):
     names |= {
         "gl": SimpleNamespace(constexpr=Constexpr, static_range=range, **ARITHMETIC),
         "tl": SimpleNamespace(constexpr=Constexpr, **ARITHMETIC),
-        "gluon": SimpleNamespace(jit=lambda function: function), "gluon_jit": lambda **_: lambda function: function,
+        "gluon": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function),
+        "gluon_jit": lambda **_: lambda function: function,
         "MAX_STAGES": Constexpr(MAX_STAGES), "TILE_WORDS": Constexpr(TILE_WORDS), "BLOCK_N": BLOCK_N,
         "BLOCK_TOKENS": TOKENS, "ONE_WARP": None, "ALIGN": 16,
     }

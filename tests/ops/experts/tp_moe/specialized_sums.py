@@ -11,6 +11,7 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
     ADD_SOURCE,
     HALF,
     SIGNAL,
+    STRIDE,
     TOKENS,
     FastSchedule,
     compiled,
@@ -25,8 +26,10 @@ class AddRun:
     the same time.
     """
 
-    def __init__(self, seed, ranks, rows, n, columns, slice_columns, chunk_rows, tile_rows, programs, source=None):
-        self.schedule = FastSchedule(seed)
+    def __init__(
+        self, seed, ranks, rows, n, columns, slice_columns, chunk_rows, tile_rows, programs, has_large=True, source=None
+    ):
+        self.schedule, self.has_large = FastSchedule(seed), has_large
         self.ranks, self.rows, self.n, self.columns, self.chunk_rows = ranks, rows, n, columns, chunk_rows
         self.is_portable = [rank > 0 and self.schedule.random.random() < 0.2 for rank in range(ranks)]
         self.tile_rows, self.slice_columns, self.programs = tile_rows, slice_columns, programs
@@ -37,13 +40,14 @@ class AddRun:
         self.stored = [Counter() for _ in each_rank]  # tiles of each tile column
         order = [column for column in range(cdiv(n, BLOCK_N)) for _ in range(tile_rows)]  # slices come in this order
         self.tiles = [order[:] for _ in each_rank]  # that are not finished: their tile columns
-        self.added = [set() for _ in each_rank]  # (owner, first token, first column)
+        self.added = [set() for _ in each_rank]  # (owner, first token, first column); of its own tokens: of each part
         self.signals = [set() for _ in each_rank]
         self.code = compiled(
             source or ADD_SOURCE, signal_at=self._signal_at, wait=self._wait, notify_by_warps=self._notify,
             wait_for_ranks=self._wait_for_ranks, request_by_warps=self._request, item_of_warps=lambda answer: answer,
-            multiply_experts=self._multiply,
+            multiply_experts=self._multiply, data_at=lambda rank, half, owner: (rank * ranks + owner) * STRIDE,
         )
+        self.part = TOKENS // self.code["_PARTS"]
         self.code |= {"_add_for_peer": self._add_for_peer, "_add_own": self._add_own}
 
     def __call__(self):
@@ -56,8 +60,9 @@ class AddRun:
                 threads |= self._partitions(rank, self.schedule.random.randint(1, self.programs))
         self.schedule.start(threads)
         for rank in range(self.ranks):
-            is_complete = sorted(self.added[rank]) == sorted(self._pieces(range(self.ranks)))
             peers = [peer for peer in range(self.ranks) if peer != rank]
+            pieces = self._pieces(peers) + self._pieces([rank], self.part)
+            is_complete = self.added[rank] == {piece for piece in pieces if piece[1] < self.rows}
             has_all = self.signals[rank] == {
                 peer * self.num_pieces + number for peer in peers for number in range(self.num_pieces)
             }
@@ -67,7 +72,7 @@ class AddRun:
         """Return {name: function} for the partitions of a rank's programs that have started."""
         z = SimpleNamespace(dtype=SimpleNamespace(element_ty=SimpleNamespace(primitive_bitwidth=16)))
         tensors, slices = ("out", z, "rows", None), (self.tile_rows, self.slice_columns)
-        sums = rank, tensors, slices, 0, self.rows, self.n, self.chunk_rows, HALF, SIGNAL, rank
+        sums = rank, tensors, slices, 0, self.rows, self.n, self.chunk_rows, self.has_large, HALF, SIGNAL, rank
         constants = self.columns, 2, self.ranks, False
         found = {}
         for program in range(started):
@@ -75,13 +80,13 @@ class AddRun:
                 found[f"multiply {which} of {program}, {rank}"] = partial(
                     self.code["_multiply_and_add"], sums, rank, None, 1, None, which, False, "", False, *constants
                 )
-            found[f"add of {program}, {rank}"] = partial(self.code["add_partition"], sums, *constants, 2, 4)
+            found[f"add of {program}, {rank}"] = partial(self.code["add_partition"], sums, *constants, 2, False)
         return found
 
-    def _pieces(self, owners):
-        """Return (owner, first token, first column) of all pieces of the tokens of some ranks."""
-        tokens, columns = range(0, round_up(self.rows, self.chunk_rows), TOKENS), range(0, self.n, self.columns)
-        return list(itertools.product(owners, tokens, columns))
+    def _pieces(self, owners, tokens=TOKENS):
+        """Return (owner, first token, first column) of all pieces of ``tokens`` tokens of some ranks."""
+        first = range(0, round_up(self.rows, self.chunk_rows), tokens)
+        return list(itertools.product(owners, first, range(0, self.n, self.columns)))
 
     def _add_all(self, rank):
         """Do the work of the portable kernel, which adds the peers' tokens first. It sets a signal for each piece."""
@@ -90,14 +95,20 @@ class AddRun:
         self.schedule.until(lambda: sum(self.stored[rank].values()) == self.tile_rows * cdiv(self.n, BLOCK_N))
         for piece in pieces:
             self.schedule.until()
-            self.added[rank].add(piece)
+            self._count(rank, piece)
             self.schedule.until()
             self.signals[piece[0]].add(rank * self.num_pieces + self._number_of(piece))
         for piece in self._pieces([rank]):
             number = self._number_of(piece)
             signals = {peer * self.num_pieces + number for peer in range(self.ranks) if peer != rank}
             self.schedule.until(lambda signals=signals: signals <= self.signals[rank])
-            self.added[rank].add(piece)
+            for token in range(piece[1], piece[1] + TOKENS, self.part):
+                self._count(rank, (rank, token, piece[2]))
+
+    def _count(self, rank, piece):
+        """Note that a rank has added a piece, if it has tokens."""
+        assert piece not in self.added[rank], "tokens are added twice"
+        self.added[rank] |= {piece} if piece[1] < self.rows else set()
 
     def _number_of(self, piece):
         """Return the number of a piece among those of its owner, as ``moe_gemm_rs_kernel`` counts them."""
@@ -138,9 +149,12 @@ class AddRun:
     def _notify(self, rank, first, stride, count, owner, value, warps):
         assert value == SIGNAL and owner != rank and count <= 32 * warps and warps == num_warps()
         self.schedule.until()
-        signals = {rank * self.num_pieces + self._number_of(piece) for piece in self.added[rank] if piece[0] == owner}
+        awaited = {
+            rank * self.num_pieces + self._number_of(piece): piece[1] >= self.rows or piece in self.added[rank]
+            for piece in self._pieces([owner])
+        }
         for signal in range(first, first + stride * count, stride):
-            assert signal in signals, "the signal comes before the sums"
+            assert awaited.get(signal), "the signal comes before the sums"
             assert signal not in self.signals[owner], "a signal is set twice"
             self.signals[owner].add(signal)
 
@@ -149,25 +163,30 @@ class AddRun:
         signals = {first + stride * peer for peer in range(self.ranks) if peer != rank}
         self.schedule.until(lambda: signals <= self.signals[rank])
 
-    def _add_for_peer(self, rank, tensors, half, owner, token, column, rows, n, shard_bytes, me, columns, *constants):
-        assert owner != me
-        self._add(rank, owner, token, column, rows, n, shard_bytes, me, columns, *constants)
+    def _add_for_peer(self, tensors, to, owner, token, end, column, *others):
+        (rank, rank_of_memory), offset = divmod(to // STRIDE, self.ranks), to % STRIDE
+        assert rank_of_memory == owner != rank and offset == rank * round_up(2 * self.rows * self.n, 16)
+        *sizes, passes = others
+        assert passes > 0
+        self._add(rank, owner, token, end, column, TOKENS, *sizes)
 
     def _add_own(
-        self, rank, tensors, half, token, column, rows, n, shard_bytes, me, columns, choices, ranks, rounds, warps,
-        at_once,
+        self, tensors, parts, part_bytes, token, end, column, rows, n, me, columns, choices, ranks, rounds, *constants
     ):
-        piece = me, token, column
-        assert all(piece in self.added[peer] for peer in range(ranks) if peer != me), "sums are read before they arrive"
-        self._add(rank, me, token, column, rows, n, shard_bytes, me, columns, choices, warps, at_once)
+        assert parts == (me * ranks + me) * STRIDE and part_bytes == round_up(2 * rows * n, 16)
+        piece = me, token // TOKENS * TOKENS, column
+        there = all(token >= rows or piece in self.added[peer] for peer in range(ranks) if peer != me)
+        assert there, "sums are read before they arrive"
+        self._add(me, me, token, end, column, self.part, rows, n, columns, choices, *constants)
 
-    def _add(self, rank, owner, token, column, rows, n, shard_bytes, me, columns, choices, warps, at_once):
-        assert (rank, rows, n, columns, choices, warps) == (me, self.rows, self.n, self.columns, 2, num_warps())
-        assert shard_bytes == round_up(2 * rows * n, 16) and TOKENS % at_once == 0
-        assert token % TOKENS == 0 <= token and column % columns == 0 <= column < n
+    def _add(self, rank, owner, token, end, column, step, rows, n, columns, choices, warps, at_once):
+        assert (rows, n, columns, choices, warps) == (self.rows, self.n, self.columns, 2, num_warps())
+        assert end <= rows and step % at_once == 0 == token % step and column % columns == 0
+        assert column < n or end <= token
         self.schedule.until()
         for tile_column in range(column // BLOCK_N, cdiv(min(column + columns, n), BLOCK_N)):
             assert self.stored[rank][tile_column] == self.tile_rows, "rows are added before they are complete"
         self.schedule.until()
-        assert (owner, token, column) not in self.added[rank], "tokens are added twice"
-        self.added[rank].add((owner, token, column))
+        for first in range(token, end, step):
+            assert first // self.chunk_rows == token // self.chunk_rows, "tokens of another chunk are added"
+            self._count(rank, (owner, first, column))

@@ -59,7 +59,7 @@ class MoeRun(GroupGemmRun):
     def threads(self):
         form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         x, y, pre = (SimpleNamespace(name=name, **form) for name in ("x", "y", "pre"))
-        table = Pointer([word for entry in self.table for word in (*entry, -1)])
+        table = Pointer([word for entry in self.table for word in (*entry, *[-1] * (TILE_WORDS - 3))])
         begins = Pointer([sum(stage < each for stage in self.stages) for each in range(2 * MAX_STAGES)])
         tiles = table, begins, self.tiles_n, self.schedule.random.choice([1, 2, 8])
         shared = self.memory, indexed(self.bars)

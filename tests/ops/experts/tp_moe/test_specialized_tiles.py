@@ -10,6 +10,7 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
     GEMM_RS_SOURCE,
     MAX_STAGES,
     SEEDS,
+    TILE_WORDS,
     Pointer,
     compiled,
 )
@@ -24,7 +25,8 @@ def _table(num_tiles):
 def _check_places(num_tiles, tiles_n, group_m, begins, order, place, code, past=9):
     """Check that each column of each tile comes once, that stages ascend, and that later items load nothing."""
     table = _table(num_tiles)
-    tiles = Pointer([word for entry in table for word in (*entry, -1)]), Pointer(begins), tiles_n, group_m
+    words = Pointer([word for entry in table for word in (*entry, *[-1] * (TILE_WORDS - 3))])
+    tiles = words, Pointer(begins), tiles_n, group_m
     order = code["ends_of_stages"](tiles) if order is None else order
     num_items, found = num_tiles * tiles_n, []
     for item in range(num_items + past):

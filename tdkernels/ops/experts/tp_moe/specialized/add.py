@@ -13,87 +13,149 @@ from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN
 from tdkernels.ops.experts.tp_moe.kernel_route import chunk_at_turn
 
 _TOKENS = gl.constexpr(BLOCK_TOKENS)  # per signal
-_GROUPS = gl.constexpr(4)  # signals per work item for a peer: one barrier before all of them, instead of one for each
+# A large work item for a peer has the tokens of several signals, so that there are fewer releases. A small one has the
+# tokens of one signal, and for this rank's tokens a part of them.
+_SIGNALS, _PARTS = gl.constexpr(4), gl.constexpr(4)
+_ROWS_IN_FLIGHT = 8  # of a warp. One row of 512 columns takes 8 registers of each thread.
+
+
+@gluon.constexpr_function
+def _passes_in_flight(rows, few_registers):
+    """Return the number of passes whose rows are loaded at the same time, if a token has ``rows`` rows."""
+    return max(_ROWS_IN_FLIGHT // (2 if few_registers else 1) // rows, 1)
+
+
+@gluon.constexpr_function
+def _tokens_of_pass(rows, warps, few_registers):
+    """Return the number of tokens that warps add in a pass, if each has ``rows`` rows: as many as fit in registers."""
+    return warps // 2 if few_registers or rows > 10 else warps
+
+
+@gluon.constexpr_function
+def _layout(tokens, warps):
+    """Return the layout of a block of columns of several tokens."""
+    return gl.BlockedLayout([1, 8], [1, 32], [tokens, warps // tokens], [1, 0])
 
 
 @gluon.jit
-def _sum_of_choices(tensors, tokens, there, columns, inside, N, CHOICES: gl.constexpr, layout: gl.constexpr):
-    """Return the weighted sum of each token's rows in fp32. Assignments without a row add nothing."""
-    out_ptr, _, rows_ptr, weights_ptr = tensors
-    total = gl.zeros((tokens.shape[0], columns.shape[0]), gl.float32, layout)
+def _rows_of(tensors, owner, tokens, end, M_shard, CHOICES: gl.constexpr):
+    """Return the row of each assignment of tokens before ``end`` of rank ``owner``, otherwise -1, in a tuple."""
+    rows: gl.tuple = ()
     for j in gl.static_range(CHOICES):
-        choice = tokens.to(gl.int64) * CHOICES + j
-        row = gl.load(rows_ptr + choice, mask=there, other=-1)
-        at = out_ptr + row[:, None].to(gl.int64) * N + columns[None, :]
-        part = gl.load(at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0).to(gl.float32)
-        if weights_ptr is not None:
-            part *= gl.load(weights_ptr + choice, mask=row >= 0, other=0.0)[:, None]
+        at = tensors[2] + (owner * M_shard + tokens).to(gl.int64) * CHOICES + j
+        rows += (gl.load(at, mask=tokens < end, other=-1),)
+    return rows
+
+
+@gluon.jit
+def _load_rows(tensors, rows, columns, N):
+    """Load some columns of the rows of each token, in a tuple."""
+    parts: gl.tuple = ()
+    for j in gl.static_range(len(rows)):
+        at = tensors[0] + rows[j][:, None].to(gl.int64) * N + columns[None, :]
+        parts += (gl.load(at, mask=(rows[j] >= 0)[:, None] & (columns < N)[None, :], other=0.0),)
+    return parts
+
+
+@gluon.jit
+def _weights_of(tensors, owner, tokens, rows, M_shard):
+    """Return the weight of each assignment of tokens of rank ``owner``, in a tuple, which is empty if all are 1.
+
+    rows: the rows of the assignments. If there is none, the weight is not loaded.
+    """
+    weights: gl.tuple = ()
+    if tensors[3] is not None:
+        for j in gl.static_range(len(rows)):
+            at = tensors[3] + (owner * M_shard + tokens).to(gl.int64) * len(rows) + j
+            weights += (gl.load(at, mask=rows[j] >= 0, other=0.0),)
+    return weights
+
+
+@gluon.jit
+def _weighted_sum(parts, weights, layout: gl.constexpr):
+    """Return the weighted sum of each token's rows in fp32. Assignments without a row add nothing."""
+    total = gl.zeros(parts[0].shape, gl.float32, layout)
+    for j in gl.static_range(len(parts)):
+        part = parts[j].to(gl.float32)
+        if len(weights) > 0:
+            part *= weights[j][:, None]
         total += part
     return total
 
 
 @gluon.jit
-def _sum_of_ranks(
-    parts, part_bytes, offs, mask, own, me, dtype: gl.constexpr, RANKS: gl.constexpr, layout: gl.constexpr
+def _add_for_peer(
+    tensors, to, owner, token, end, column, M_shard, N, COLUMNS: gl.constexpr, CHOICES: gl.constexpr,
+    WARPS: gl.constexpr, AT_ONCE: gl.constexpr, PASSES: gl.constexpr,
 ):
-    """Return the sum over all ranks in fp32, in rank order.
+    """Sum the rows of the tokens ``token`` to ``end`` - 1 of rank ``owner``, and store COLUMNS columns at ``to``.
 
-    parts, part_bytes: address of the sums of rank 0, and distance to those of the next rank
-    own: the sums of this rank in fp32
+    to: address of the sums [M_shard, N]
+    AT_ONCE: tokens of a pass
+    PASSES: passes whose rows are loaded while the rows of as many passes before are added
     """
-    total = gl.zeros(own.shape, gl.float32, layout)
-    for source in gl.static_range(RANKS):
-        part = gl.load(pointer_to(parts + source * part_bytes, dtype) + offs, mask=mask & (me != source), other=0.0)
-        total += gl.where(me == source, own, part.to(gl.float32))
-    return total
-
-
-@gluon.jit
-def _block_of(token, column, M_shard, N, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr, layout: gl.constexpr):
-    """Return (tokens, mask of tokens, columns, mask of columns, offsets in [M_shard, N], mask of offsets)."""
+    layout: gl.constexpr = _layout(AT_ONCE, WARPS)
+    dtype: gl.constexpr = tensors[1].dtype.element_ty
     tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    there, inside = tokens < M_shard, columns < N
-    offs = tokens[:, None].to(gl.int64) * N + columns[None, :]
-    return tokens, there, columns, inside, offs, there[:, None] & inside[None, :]
-
-
-@gluon.jit
-def _add_for_peer(
-    ctx, tensors, half, owner, token, column, M_shard, N, shard_bytes, me, COLUMNS: gl.constexpr,
-    CHOICES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
-):
-    """Sum the rows of _TOKENS tokens of rank ``owner``, from ``token`` on, and store COLUMNS columns at that rank."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    dtype: gl.constexpr = tensors[1].dtype.element_ty
-    to = pointer_to(data_at(ctx, half, owner) + me * shard_bytes, dtype)
-    for first in range(0, _TOKENS, AT_ONCE):
-        tokens, there, columns, inside, offs, mask = _block_of(
-            token + first, column, M_shard, N, COLUMNS, AT_ONCE, layout
-        )
-        total = _sum_of_choices(tensors, owner * M_shard + tokens, there, columns, inside, N, CHOICES, layout)
-        gl.store(to + offs, total.to(dtype), mask=mask)
+    rows: gl.tuple = ()
+    parts: gl.tuple = ()
+    weights: gl.tuple = ()
+    for i in gl.static_range(PASSES):
+        rows += (_rows_of(tensors, owner, tokens + i * AT_ONCE, end, M_shard, CHOICES),)
+    for i in gl.static_range(PASSES):
+        parts += (_load_rows(tensors, rows[i], columns, N),)
+        weights += (_weights_of(tensors, owner, tokens + i * AT_ONCE, rows[i], M_shard),)
+    rows = ()
+    for i in gl.static_range(PASSES):
+        rows += (_rows_of(tensors, owner, tokens + (PASSES + i) * AT_ONCE, end, M_shard, CHOICES),)
+    for _ in range(token, end, PASSES * AT_ONCE):
+        next_parts: gl.tuple = ()
+        next_weights: gl.tuple = ()
+        next_rows: gl.tuple = ()
+        for i in gl.static_range(PASSES):
+            total = _weighted_sum(parts[i], weights[i], layout)
+            next_parts += (_load_rows(tensors, rows[i], columns, N),)
+            there, coming = tokens + i * AT_ONCE, tokens + (PASSES + i) * AT_ONCE
+            next_weights += (_weights_of(tensors, owner, coming, rows[i], M_shard),)
+            next_rows += (_rows_of(tensors, owner, coming + PASSES * AT_ONCE, end, M_shard, CHOICES),)
+            offs = there[:, None].to(gl.int64) * N + columns[None, :]
+            mask = (there < end)[:, None] & (columns < N)[None, :]
+            gl.store(pointer_to(to, dtype) + offs, total.to(dtype), mask=mask)
+        tokens += PASSES * AT_ONCE
+        parts, weights, rows = next_parts, next_weights, next_rows
 
 
 @gluon.jit
 def _add_own(
-    ctx, tensors, half, token, column, M_shard, N, shard_bytes, me, COLUMNS: gl.constexpr, CHOICES: gl.constexpr,
+    tensors, parts_at, part_bytes, token, end, column, M_shard, N, me, COLUMNS: gl.constexpr, CHOICES: gl.constexpr,
     RANKS: gl.constexpr, ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):
-    """Store COLUMNS columns of z for _TOKENS tokens of this rank, from ``token`` on: its own sums plus the peers'."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    z_ptr = tensors[1]
-    dtype: gl.constexpr = z_ptr.dtype.element_ty
-    parts = data_at(ctx, half, me)
-    for first in range(0, _TOKENS, AT_ONCE):
-        tokens, there, columns, inside, offs, mask = _block_of(
-            token + first, column, M_shard, N, COLUMNS, AT_ONCE, layout
-        )
-        total = _sum_of_choices(tensors, me * M_shard + tokens, there, columns, inside, N, CHOICES, layout)
+    """Store COLUMNS columns of z for the tokens ``token`` to ``end`` - 1 of this rank: its own sums plus the peers'.
+
+    parts_at, part_bytes: address of the sums of rank 0, and distance to those of the next rank. They are added in fp32,
+        in rank order.
+    """
+    layout: gl.constexpr = _layout(AT_ONCE, WARPS)
+    dtype: gl.constexpr = tensors[1].dtype.element_ty
+    tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    rows = _rows_of(tensors, me, tokens, end, M_shard, CHOICES)
+    for _ in range(token, end, AT_ONCE):
+        weights = _weights_of(tensors, me, tokens, rows, M_shard)
+        own = _weighted_sum(_load_rows(tensors, rows, columns, N), weights, layout)
+        rows = _rows_of(tensors, me, tokens + AT_ONCE, end, M_shard, CHOICES)
         if ROUND_OWN:
-            total = total.to(dtype).to(gl.float32)
-        total = _sum_of_ranks(parts, shard_bytes, offs, mask, total, me, dtype, RANKS, layout)
-        gl.store(z_ptr + offs, total.to(dtype), mask=mask)
+            own = own.to(dtype).to(gl.float32)
+        offs = tokens[:, None].to(gl.int64) * N + columns[None, :]
+        mask = (tokens < end)[:, None] & (columns < N)[None, :]
+        total = gl.zeros((AT_ONCE, COLUMNS), gl.float32, layout)
+        for source in gl.static_range(RANKS):
+            at = pointer_to(parts_at + source * part_bytes, dtype) + offs
+            part = gl.load(at, mask=mask & (me != source), other=0.0).to(gl.float32)
+            total += gl.where(me == source, own, part)
+        gl.store(tensors[1] + offs, total.to(dtype), mask=mask)
+        tokens += AT_ONCE
 
 
 @gluon.jit
@@ -111,74 +173,113 @@ def _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me):
 
 
 @gluon.jit
-def _place_of_item(item, sizes):
+def _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS: gl.constexpr):
+    """Return the number of work items of a slice (for the peers' tokens, for this rank's tokens).
+
+    signals: signals of a work item for a peer
+    parts: work items for this rank's tokens of a signal
+    """
+    of_peers = (RANKS - 1) * num_chunks * ((groups + signals - 1) // signals) * of_slice
+    return of_peers, num_chunks * groups * parts * of_slice
+
+
+@gluon.jit
+def _place_before_last(item, of_peers, of_own):
+    """Return ``_place_of_item`` of a work item before those of the last slice."""
+    later = gl.maximum(item - of_peers, 0)  # after the peers' tokens of the first slice
+    group, within = later // (of_peers + of_own), later % (of_peers + of_own)
+    is_first = item < of_peers
+    is_own = (is_first == 0) & (within >= of_peers)
+    slice_id = gl.where(is_first, 0, group + gl.where(is_own, 0, 1))
+    return slice_id, is_own, gl.where(is_first, item, within - gl.where(is_own, of_peers, 0))
+
+
+@gluon.jit
+def _place_of_item(item, last, large, small):
     """Return (slice, whether the tokens are this rank's, index among the slice's items of that kind) of a work item.
 
-    sizes: (number of slices, work items of a slice for the peers' tokens, for this rank's tokens)
+    last: the last slice
+    large, small: numbers of work items (for the peers' tokens, for this rank's tokens) of each slice but the last, and
+        of the last slice
 
     This rank's tokens of a slice come after the peers' tokens of the next one, so that the sums of the peers arrive
     meanwhile.
     """
-    num_slices, of_peers, of_own = sizes
-    rest = gl.maximum(item - of_peers, 0)
-    group, within = rest // (of_own + of_peers), rest % (of_own + of_peers)
-    is_last = group == num_slices - 1
-    is_own = (item >= of_peers) & (is_last | (within >= of_peers))
-    number = within - gl.where(is_own & (is_last == 0), of_peers, 0)
-    first = item < of_peers
-    return gl.where(is_own, group, gl.where(first, 0, group + 1)), is_own, gl.where(first, item, number)
+    of_peers, of_own = large
+    slice_id, is_own, number = _place_before_last(item, of_peers, of_own)
+    # The last items: the peers' tokens of the last slice, then this rank's tokens of the slice before and of the last.
+    at_end = item - last * of_peers - gl.maximum(last - 1, 0) * of_own
+    own, of_before = at_end - small[0], gl.where(last > 0, of_own, 0)
+    is_before = (own >= 0) & (own < of_before)
+    last_number = gl.where(own < 0, at_end, own - gl.where(is_before, 0, of_before))
+    slice_id = gl.where(at_end < 0, slice_id, last - gl.where(is_before, 1, 0))
+    return slice_id, gl.where(at_end < 0, is_own, own >= 0), gl.where(at_end < 0, number, last_number)
 
 
 @gluon.jit
 def add_partition(
     sums, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, ROUND_OWN: gl.constexpr,
-    WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
+    WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
     """Add the rows of tokens, together with other partitions, slice by slice.
 
-    sums: (ctx, tensors, slices, ``done_ptr``, tokens of a rank, N, tokens of a chunk, half, signal, rank)
+    sums: (ctx, tensors, slices, ``done_ptr``, tokens of a rank, N, tokens of a chunk, ``has_large`` of the kernel,
+        half, signal, rank)
     tensors: pointers to the rows [R, N], to z, to the row of each assignment and to their weights or None
     slices: as for ``load_partition``
-    AT_ONCE: tokens that are added at a time: as many as fit in the registers
+    PROMOTE: whether threads have few registers
+
+    Work items of the last slice are small, because the warps that have multiplied share them, too.
     """
-    ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, half, signal, me = sums
+    ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, has_large, half, signal, me = sums
     num_chunks, groups = (M_shard + chunk_rows - 1) // chunk_rows, chunk_rows // _TOKENS
     blocks, tiles_n = (N + COLUMNS - 1) // COLUMNS, (N + BLOCK_N - 1) // BLOCK_N
     of_slice = slices[1] * BLOCK_N // COLUMNS  # blocks of a slice; the last one may have fewer
     of_shard = num_chunks * groups * blocks  # signals
     shard_bytes = M_shard.to(gl.int64) * N * (tensors[1].dtype.element_ty.primitive_bitwidth // 8)
     shard_bytes = (shard_bytes + ALIGN - 1) // ALIGN * ALIGN
-    wide_groups = (groups + _GROUPS - 1) // _GROUPS
-    of_peers, of_own = (RANKS - 1) * num_chunks * wide_groups * of_slice, num_chunks * groups * of_slice
-    sizes = (tiles_n + slices[1] - 1) // slices[1], of_peers, of_own
-    num_items = gl.where(signal == 0, 0, sizes[0] * (of_peers + of_own))
+    last = (tiles_n + slices[1] - 1) // slices[1] - 1
+    signals, parts = gl.where(has_large, _SIGNALS, 1), gl.where(has_large, 1, _PARTS)
+    large = _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS)
+    small = _items_of_slice(of_slice, num_chunks, groups, 1, _PARTS, RANKS)
+    num_items = gl.where(signal == 0, 0, last * (large[0] + large[1]) + small[0] + small[1])
     complete = 0
     item = item_of_warps(request_by_warps(ctx, 1, WARPS))
     while item < num_items:
-        answer = request_by_warps(ctx, 1, WARPS)
-        slice_id, is_own, number = _place_of_item(item, sizes)
-        block = slice_id * of_slice + number % of_slice
-        rest, each = number // of_slice, gl.where(is_own, groups, wide_groups)
-        group, count = rest % each * gl.where(is_own, 1, _GROUPS), gl.where(is_own, 1, _GROUPS)
-        count = gl.where(block < blocks, gl.minimum(count, groups - group), 0)
-        owner, chunk = chunk_at_turn(rest // each + gl.where(is_own, 0, num_chunks), me, RANKS, num_chunks)
+        slice_id, is_own, number = _place_of_item(item, last, large, small)
+        block, rest = slice_id * of_slice + number % of_slice, number // of_slice
         complete = _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me)
-        first = (chunk * groups + group) * blocks + block  # signal
-        token, column = chunk * chunk_rows + group * _TOKENS, block * COLUMNS
         if is_own == 0:
-            for other in range(count):
-                _add_for_peer(
-                    ctx, tensors, half, owner, token + other * _TOKENS, column, M_shard, N, shard_bytes, me, COLUMNS,
-                    CHOICES, WARPS, AT_ONCE,
-                )
-            # waiter: the owner's work items for the same tokens and columns
-            to = signal_at(ctx, half, me * of_shard + first)
-            notify_by_warps(ctx, to, blocks, count, owner, signal, WARPS)
-        elif count > 0:
-            if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
-                wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
-            _add_own(
-                ctx, tensors, half, token, column, M_shard, N, shard_bytes, me, COLUMNS, CHOICES, RANKS, ROUND_OWN,
-                WARPS, AT_ONCE // 2 if RANKS > 4 else AT_ONCE,
+            count = gl.where(slice_id < last, signals, 1)
+            each = (groups + count - 1) // count
+            group = rest % each * count
+            count = gl.where(block < blocks, gl.minimum(count, groups - group), 0)
+            owner, chunk = chunk_at_turn(num_chunks + rest // each, me, RANKS, num_chunks)
+            token = chunk * chunk_rows + group * _TOKENS
+            _add_for_peer(
+                tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
+                gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
+                _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
             )
+            # Not earlier: other warps may have time for the next item while these add.
+            answer = request_by_warps(ctx, 1, WARPS)
+            first = (chunk * groups + group) * blocks + block  # signal
+            # waiter: the owner's work items for the same tokens and columns
+            notify_by_warps(
+                ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS
+            )
+        else:
+            count = gl.where(slice_id < last, parts, _PARTS)
+            group = rest // count  # of all chunks
+            token = group // groups * chunk_rows + (group % groups * count + rest % count) * (_TOKENS // count)
+            if block < blocks:
+                first = group * blocks + block  # signal
+                if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
+                    wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
+                _add_own(
+                    tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // count, M_shard),
+                    block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS,
+                    _tokens_of_pass(CHOICES + RANKS - 1, WARPS, PROMOTE),
+                )
+            answer = request_by_warps(ctx, 1, WARPS)
         item = item_of_warps(answer)

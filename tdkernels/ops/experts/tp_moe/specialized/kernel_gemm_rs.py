@@ -2,9 +2,9 @@
 
 It computes what ``moe_gemm_rs_kernel`` does, with the same slots and signals, so ranks may run either of them. The
 order of the work differs: slices of the columns of the output, instead of stages of tokens. All tiles of a slice are
-computed before those of the next one. Then the rows of all tokens can be added for these columns. So each slice reads
-the rows h [R, K] again. A stage would read the weights [E, N, K] again, which are larger if E * N > R. A program has
-five partitions of warps:
+computed, expert by expert, before those of the next one. Then the rows of all tokens can be added for these columns. So
+each slice reads the rows h [R, K] again. A stage would read the weights [E, N, K] again, which are larger if E * N > R.
+A program has five partitions of warps:
 
     multiply    two partitions of four warps, each for half of the rows of a tile; afterwards they add rows, too
     add         two warps: add the rows of tokens, send the sums to the peers, and add the sums of all ranks
@@ -35,7 +35,7 @@ from tdkernels.ops.common.specialized.layout import (
     make_memory,
 )
 from tdkernels.ops.experts.grouped_gemm.specialized.multiply import multiply_experts
-from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.ops.experts.tp_moe.kernel_route import BY_EXPERT, MAX_STAGES
 from tdkernels.ops.experts.tp_moe.specialized.add import add_partition
 from tdkernels.ops.experts.tp_moe.specialized.tiles import load_partition, place_by_slice, store_partition
 
@@ -57,14 +57,14 @@ def _multiply_and_add(
 ):
     """Compute half of the rows of each tile. After the last tile, add rows of tokens."""
     multiply_experts(memory, bars, steps, epilogue, WHICH, W_IS_KN, False, False, SCALING, PROMOTE)
-    add_partition(sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 4, 8)
+    add_partition(sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 4, PROMOTE)
 
 
-@gluon_jit(do_not_specialize=["M_shard", "R", "N", "K", "plan", "chunk_rows", "slice_columns", "group_m"])
+@gluon_jit(do_not_specialize=["M_shard", "R", "N", "K", "plan", "chunk_rows", "slice_columns", "has_large", "group_m"])
 def moe_gemm_rs_specialized_kernel(
     ctx, h_desc, w_desc, h_scale_ptr, w_scale_ptr, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr,
     out_desc, z_ptr,
-    M_shard, R, N, K, plan, chunk_rows, slice_columns, group_m,
+    M_shard, R, N, K, plan, chunk_rows, slice_columns, has_large, group_m,
     COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
     ROUND_OWN: gl.constexpr = False, SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
     EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
@@ -76,6 +76,7 @@ def moe_gemm_rs_specialized_kernel(
     w_desc, W_IS_KN, SCALING to PROMOTE: as for ``group_gemm_specialized_kernel``
     done_ptr: int64 [MAX_STAGES], zero: the finished tiles of each slice
     slice_columns: tile columns of a slice; their BLOCK_N columns are a multiple of COLUMNS
+    has_large: 1 if the work items that add rows are large in all slices but the last, otherwise 0
     COLUMNS: columns that are added at a time, as in the portable kernel
     ROUND_OWN: as there
     """
@@ -85,12 +86,12 @@ def moe_gemm_rs_specialized_kernel(
     signal = agreed_signal(signal)
     BLOCK_K: gl.constexpr = h_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
-    tiles = table_ptr, begins_ptr, (N + BLOCK_N - 1) // BLOCK_N, group_m
+    tiles = table_ptr + BY_EXPERT, begins_ptr, (N + BLOCK_N - 1) // BLOCK_N, group_m
     slices = gl.load(begins_ptr + MAX_STAGES), slice_columns
     memory = make_memory(h_desc.dtype, w_desc.dtype, W_IS_KN, out_desc.dtype)
     bars = make_barriers()
     tensors = out_ptr, z_ptr, rows_ptr, weights_ptr
-    sums = ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, half, signal, me
+    sums = ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, has_large != 0, half, signal, me
     epilogue = h_scale_ptr, R, w_scale_ptr, N, steps, X_STEP, W_STEP, EXPERT_STEP
     operands, out = (h_desc, w_desc), (out_ptr, out_desc)
     gl.warp_specialize(
@@ -109,7 +110,7 @@ def moe_gemm_rs_specialized_kernel(
                     ROUND_OWN,
                 ),
             ),
-            (add_partition, (sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 2, 2 if PROMOTE else 4)),
+            (add_partition, (sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 2, PROMOTE)),
             (_load, (ctx, operands, memory, bars, tiles, (N, K), signal, steps, slices, W_IS_KN)),
             (store_partition, (memory, bars, out, out, tiles, N, done_ptr, slice_columns, False, False, True)),
         ],
