@@ -168,7 +168,8 @@ def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
 ], ids=str)
 def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
     launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted)
-    check(compile_for(*launch, "sm_90"), [256], 128, most_spills=4)
+    # With 8 choices the loop that adds rows has some spills, too: it has 64 registers of rows in flight.
+    check(compile_for(*launch, "sm_90"), [256], 160 if choices == 8 else 128, most_spills=4)
 
 
 @pytest.mark.parametrize("launch, loops, most_spills", [

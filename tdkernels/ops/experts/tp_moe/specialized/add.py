@@ -16,13 +16,14 @@ _TOKENS = gl.constexpr(BLOCK_TOKENS)  # per signal
 # A large work item for a peer has the tokens of several signals, so that there are fewer releases. A small one has the
 # tokens of one signal, and for this rank's tokens a part of them.
 _SIGNALS, _PARTS = gl.constexpr(4), gl.constexpr(4)
-_ROWS_IN_FLIGHT = 8  # of a warp. One row of 512 columns takes 8 registers of each thread.
+# One row of 512 columns takes 8 registers of each thread of a warp.
+_ROWS_IN_FLIGHT, _MOST_PASSES = 8, 4
 
 
 @gluon.constexpr_function
 def _passes_in_flight(rows, few_registers):
-    """Return the number of passes whose rows are loaded at the same time, if a token has ``rows`` rows."""
-    return max(_ROWS_IN_FLIGHT // (2 if few_registers else 1) // rows, 1)
+    """Return the number of passes whose rows a warp loads at the same time, if a token has ``rows`` rows."""
+    return min(max(_ROWS_IN_FLIGHT // (2 if few_registers else 1) // rows, 1), _MOST_PASSES)
 
 
 @gluon.constexpr_function
