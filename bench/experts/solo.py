@@ -91,8 +91,10 @@ def _configs(case):
     """Return {name: config} of the portable and the warp-specialized kernels."""
     layer = case.layer
     portable = tp_moe.tp_moe_config.default_config(
-        case.shape.tokens, case.shape.choices, case.shape.experts, 2 * layer.inner, tp_moe.DTYPE, rank_device()
+        case.shape.tokens, case.shape.choices, case.shape.experts, 2 * layer.inner, case.shape.hidden, tp_moe.DTYPE,
+        rank_device(),
     )
+    portable = replace(portable, warp_specialize=False)
     kinds = {"portable": portable, "specialized": replace(portable, warp_specialize=True)}
     return {
         f"{kind} {stages}": replace(config, stages=stages) for kind, config in kinds.items() for stages in case.stages

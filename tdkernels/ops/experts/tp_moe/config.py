@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
+from tdkernels.ops.common.tile_config import Tiles, invariant_tiles
+from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.runtime import gpu
@@ -26,7 +27,8 @@ class MoeTpConfig:
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts, except in
             the gradient of ``moe_gemm_rs`` for h. Four times as many programs push then, each with two warps, while
             the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise, and while a trace is
-            recorded, the same config runs without it. Results are the same.
+            recorded, the same config runs without it. Results are the same. It is the heuristic default of
+            ``moe_ag_gemm`` for 16-bit operands and more tiles than multiprocessors.
     """
 
     method: str = "fused"
@@ -61,7 +63,7 @@ class MoeTpConfig:
 def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | None = None) -> MoeTpConfig:
     """Return the config of the batch-invariant mode. ``layout`` is that of fp8 operands (``Scales.layout``), or None.
     """
-    return replace(default_config(1, 1, 1, 1, dtype, device), tiles=invariant_tiles(dtype, device, layout))
+    return replace(default_config(1, 1, 1, 1, 1, dtype, device), tiles=invariant_tiles(dtype, device, layout))
 
 
 def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: torch.device) -> MoeTpConfig:
@@ -72,17 +74,22 @@ def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: 
 
 
 def default_config(
-    tokens: int, choices: int, experts: int, n: int, dtype: torch.dtype, device: torch.device,
+    tokens: int, choices: int, experts: int, n: int, k: int, dtype: torch.dtype, device: torch.device,
+    operator: str = "moe_ag_gemm",
 ) -> MoeTpConfig:
-    """Return the heuristic config for weights [E, n, ·].
+    """Return the heuristic config for weights [E, n, k].
 
     Args:
         tokens: Number of tokens of all ranks.
         choices: Number of experts per token (top-k).
         experts: Number of experts E.
         n: Rows of an expert's weight on this rank.
+        k: Columns of an expert's weight on this rank.
+        operator: The operator that multiplies by the weights, "moe_ag_gemm" or "moe_gemm_rs".
     """
-    tiles = default_tiles(tokens * choices // experts, n, dtype, device)
+    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device)
     if device.type == "cpu":
-        return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)
-    return MoeTpConfig(tiles=tiles)
+        return MoeTpConfig(tiles=product.tiles, num_comm_sms=2, chunk_rows=16)
+    # Not every test of the warp-specialized kernel of moe_gemm_rs has run on GPUs since its last change.
+    is_tested = operator != "moe_gemm_rs"
+    return MoeTpConfig(tiles=product.tiles, warp_specialize=product.warp_specialize and is_tested)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,8 +75,9 @@ class MoeTunable(ConfigTunable):
 
     def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         tokens, *_, experts, choices = problem.shape
-        width = self.weights(problem)[0][1]
-        return tp_moe_config.default_config(tokens, choices, experts, width, problem.torch_dtype, device)
+        _, n, k = self.weights(problem)[0]
+        config = tp_moe_config.default_config(tokens, choices, experts, n, k, problem.torch_dtype, device, self.name)
+        return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernels support a problem with ``warp_specialize``."""

@@ -67,7 +67,7 @@ def _complete(config, tokens, choices, w, activation=None):
     layout = layout_of("block", use_fast_accum=False)
     if is_batch_invariant():
         return with_tiles(config, invariant_config(w.dtype, w.device, layout))
-    default = default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    default = default_config(tokens, choices, *w.shape, w.dtype, w.device)
     if config is not None and config.warp_specialize and _can_specialize(default.tiles, w, activation, layout):
         return replace(config, tiles=specialized_tiles(default.tiles, w.dtype))
     tiles = scaled_tiles(default.tiles, layout, w.device)

@@ -64,7 +64,10 @@ def choose_configs(
         second: Weight of the down stage, if the call has one.
     """
     config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
-    each = [None if one is None else _complete(config, sizes[0], sizes[-1], one) for one in (first, second)]
+    each = [
+        None if weight is None else _complete(config, sizes[0], sizes[-1], weight, stage)
+        for weight, stage in ((first, "moe_ag_gemm"), (second, "moe_gemm_rs"))
+    ]
     return Configs(*each, backward)  # type: ignore[call-arg]
 
 
@@ -109,7 +112,7 @@ def config_of_gradient(
             "w": tuple(back.shape), "dtype": str(back.dtype),
         }
         config = select(operator, back, group, (sizes, *fields.values()), lambda: (sizes, "kn", fields)).config
-    return _config(config, routing, back)
+    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, back, operator)
 
 
 def routing_of(
@@ -143,24 +146,19 @@ def tp_moe_configs(
     return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields, w_gate_up, w_down)
 
 
-def _complete(config, tokens, choices, w):
-    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
+def _complete(config, tokens, choices, w, operator="moe_ag_gemm"):
+    """Return the config with tiles for a GEMM of an operator with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
     if is_batch_invariant():
         return tp_moe_config.completed_invariant(config, w.dtype, w.device)
-    default = tp_moe_config.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    default = tp_moe_config.default_config(tokens, choices, *w.shape, w.dtype, w.device, operator)
     return with_tiles(config, default)
 
 
 def with_tiles(config: MoeTpConfig | None, default: MoeTpConfig) -> MoeTpConfig:
     """Return the config with the tiles of ``default``, or ``default`` if there is no config."""
     return default if config is None else replace(config, tiles=default.tiles)
-
-
-def _config(config, routing, w):
-    """Return the config with tiles for a GEMM of the tokens of a routing with w."""
-    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, w)
 
 
 def _is_torch(config):

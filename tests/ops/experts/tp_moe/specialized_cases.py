@@ -127,11 +127,11 @@ def replays_in_a_graph(spec):
     specialized_support.replays_in_a_graph(renew, lambda: call(CONFIG), lambda: call(portable(CONFIG)))
 
 
-def selects_tiles(spec):
-    """Check a config without tiles, forward and gradients."""
+def selects_kernels(spec, config, expected):
+    """Check a config without tiles or no config, forward and gradients."""
     layer = Sliced(**spec)
-    with specialized():
-        layer.check(layer.run(config=MoeTpConfig(warp_specialize=True)))
+    with specialized(expected):
+        layer.check(layer.run(config=config))
 
 
 def selects_tiles_in_fp8(expected, **changes):

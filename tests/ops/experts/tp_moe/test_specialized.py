@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tdkernels import MoeTpConfig
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.experts.tp_moe import launch_specialized
+from tdkernels.ops.experts.tp_moe.config import default_config
 from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
 from tests.ops.experts.tp_moe import specialized_cases as specialized
@@ -67,8 +69,12 @@ def test_graph():
 
 
 @on_hopper
-def test_config_without_tiles():
-    on_ranks(2, specialized.selects_tiles, dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024))
+@pytest.mark.parametrize("config, expected", [
+    (None, True), (MoeTpConfig(warp_specialize=True), True), (MoeTpConfig(), False),
+])
+def test_config_without_tiles(config, expected):
+    spec = dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024)
+    on_ranks(2, specialized.selects_kernels, spec, config, expected)
 
 
 @on_hopper
@@ -97,14 +103,30 @@ def fake_hopper(monkeypatch):
     return torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize("tokens, choices, experts, n, k, dtype, specialized", [
+    (8192, 2, 8, 4096, 1792, torch.bfloat16, True), (8192, 2, 8, 4096, 1792, torch.float32, False),
+    (2048, 2, 8, 512, 1024, torch.float16, False),  # 64 tiles
+    (2048, 2, 64, 4096, 1792, torch.bfloat16, False), (8192, 2, 8, 4104, 1792, torch.bfloat16, False),
+])
+def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
+    config = default_config(tokens, choices, experts, n, k, dtype, fake_hopper)
+    assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+    assert not default_config(tokens, choices, experts, n, k, dtype, fake_hopper, "moe_gemm_rs").warp_specialize
+
+
 @pytest.mark.parametrize("operator, layout, hidden, specialized", [
     ("tp_moe", "swiglu", 8192, True), ("tp_moe", "swiglu_interleaved", 8192, False), ("moe_gemm_rs", "kn", 8192, True),
     ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, False), ("moe_ag_gemm", "none", 8192, True),
 ])
 def test_candidates_of_the_tuner(fake_hopper, monkeypatch, operator, layout, hidden, specialized):
-    """There are candidates with ``warp_specialize`` only for problems that the kernels support."""
+    """The default and candidates have ``warp_specialize`` only for problems that the kernels support.
+
+    The default of moe_gemm_rs never has it.
+    """
     monkeypatch.setattr(gpu, "has_tma", lambda device: True)
     problem = Problem(operator, "NVIDIA Testing", 2, 2, "bfloat16", layout, (8192, 4096, hidden, 8, 2))
+    by_default = specialized and operator != "moe_gemm_rs"
+    assert tunable(operator).default(problem, fake_hopper).warp_specialize == by_default
     space = tunable(operator).space(problem, fake_hopper)
     assert any(config.warp_specialize for config in space) == specialized
     assert len({tunable(operator).compiled(config) for config in space if config.tiles == LARGE}) == 1 + specialized
