@@ -198,6 +198,11 @@ def read_solo(folder):
     return _read_kind(folder, "solo")
 
 
+def read_solo_moe(folder):
+    """Return the rows of the kernels of tp_moe in solo mode."""
+    return _read_kind(folder, "solo_moe")
+
+
 def read_scaled(folder):
     """Return the rows of dense operators with scaled fp8 operands."""
     return _read_kind(folder, "scaled")

@@ -17,6 +17,7 @@ from bench.experts import (
     moe_shapes,
     permute_baseline,
     solo,
+    solo_report,
     tp_moe,
     tp_moe_methods,
 )
@@ -125,6 +126,26 @@ def test_both_kernels_are_measured_in_solo_mode():
         assert row["absent"] is None and row["wire_ms"] == pytest.approx(wire_ms)
         assert row["over_floor"] == pytest.approx(row["ms"] / max(row["gemm_ms"], wire_ms))
         json.dumps(row)
+
+
+def _solo_row(method, time, kernel="ag_gemm", shape="8x4x2x2x1"):
+    return {
+        "gpu": "GPU", "ranks": 8, "link_gbps": 320.0, "pass": kernel, "shape": shape, "method": method, "ms": time,
+        "gemm_ms": 0.5, "wire_ms": 0.25, "over_floor": time and time / 0.5, "date": "2026-11-28", "git": "1234567890",
+        "torch": "2", "triton": "3",
+    }
+
+
+def test_report_of_solo_mode():
+    """Each line has the fastest number of stages of each kind of kernel. A kind may be absent."""
+    rows = [_solo_row(*each) for each in [
+        ("torch", 0.5), ("portable 0", 1.0), ("portable 2", 0.75), ("specialized 0", 0.625), ("specialized 2", None),
+    ]]
+    text = solo_report.text([*rows, _solo_row("portable 0", 0.875, "gemm_rs"), _solo_row("torch", 0.5, "gemm_rs")])
+    assert "| moe_ag_gemm | 8x4x2x2x1 | 0.500 | 0.250 | 0.750 | 0.625 | 1.25 |" in text
+    assert "| moe_gemm_rs | 8x4x2x2x1 | 0.500 | 0.250 | 0.875 | – | 1.75 |" in text
+    assert "moe_ag_gemm 1.25 (1 shapes), moe_gemm_rs 1.75 (1 shapes)" in text and "revision 1234567;" in text
+    assert solo_report.text([]) == ""
 
 
 def test_every_pass_of_ep_moe_is_checked_and_timed():
