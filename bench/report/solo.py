@@ -27,31 +27,41 @@ _HEAD = [
 
 def text(rows):
     """Return the section, or "" if there are no rows."""
-    tables = [_table(place, runs) for place, runs in sorted(_by_place(rows).items(), key=lambda item: str(item[0]))]
-    return "\n".join([_INTRO, *tables]) if tables else ""
+    return section(_INTRO, rows, lambda row: tuple(row[name] for name in ("op", "pass", "m", "n", "k")), _table)
 
 
-def _by_place(rows):
-    """Return {(GPU, ranks, link): {(operator, pass, m, n, k): {method: row}}} with the newest run of each problem."""
+def section(intro, rows, problem_of, table):
+    """Return a section with a table for each GPU, number of ranks and link, or "" if there are no rows.
 
-    def place_of(row):
-        return row["gpu"], row["ranks"], row["link_gbps"]
+    Args:
+        problem_of: function of a row: the problem, of which the newest run is shown.
+        table: function of {problem: {method: row}}: the lines of the table, and {name: ratios to the floor}.
+    """
+    places = newest(
+        rows, lambda row: (row["gpu"], row["ranks"], row["link_gbps"]), problem_of, with_overrides=True
+    )
+    parts = [intro]
+    for place, runs in sorted(places.items(), key=lambda item: str(item[0])):
+        lines, factors = table(runs)
+        means = [f"{name} {geometric_mean(values):.2f} ({len(values)} shapes)" for name, values in factors.items()]
+        parts.append(
+            f"{_title(place, runs)}\n{markdown(lines)}\nFastest over floor, geometric mean: {', '.join(means)}.\n"
+        )
+    return "\n".join(parts) if places else ""
 
-    def problem_of(row):
-        return row["op"], row["pass"], row["m"], row["n"], row["k"]
 
-    return newest(rows, place_of, problem_of, with_overrides=True)
-
-
-def _table(place, runs):
+def _title(place, runs):
     gpu, ranks, link = place
     some = [next(iter(run.values())) for run in runs.values()]
-    title = _TITLE.format(
+    return _TITLE.format(
         gpu=gpu, ranks=ranks, when=max(row["date"][:10] for row in some),
         link="data arrives at once" if link is None else f"data arrives at {link:.0f} GB/s (model)",
         git=", ".join(sorted({short_revision(row["git"]) for row in some})), torch=some[0]["torch"],
         triton=some[0]["triton"],
     )
+
+
+def _table(runs):
     lines = [_HEAD, ["---"] * 2 + ["---:"] * 5 + ["---"] * 2]
     factors = {}
     for (operator, direction, m, n, k), run in sorted(runs.items()):
@@ -63,8 +73,7 @@ def _table(place, runs):
             name, f"{m} × {n} × {k}", ms(gemm["ms"]), ms(gemm["wire_ms"]), ms(selected["ms"]), ms(best["ms"]),
             share(best["over_floor"]), config_in_short(best["config"]), _others(run, best),
         ])
-    means = [f"{name} {geometric_mean(values):.2f} ({len(values)} shapes)" for name, values in factors.items()]
-    return f"{title}\n{markdown(lines)}\nFastest over floor, geometric mean: {', '.join(means)}.\n"
+    return lines, factors
 
 
 def _fastest(run):

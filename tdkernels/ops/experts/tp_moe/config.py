@@ -27,8 +27,8 @@ class MoeTpConfig:
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts, except in
             the gradient of ``moe_gemm_rs`` for h. Four times as many programs push then, each with two warps, while
             the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise, and while a trace is
-            recorded, the same config runs without it. Results are the same. It is the heuristic default of
-            ``moe_ag_gemm`` for 16-bit operands and more tiles than multiprocessors.
+            recorded, the same config runs without it. Results are the same. True is the heuristic default
+            of ``moe_ag_gemm`` for 16-bit operands and more tiles than multiprocessors.
     """
 
     method: str = "fused"

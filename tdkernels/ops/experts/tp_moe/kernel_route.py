@@ -146,8 +146,7 @@ def moe_order_kernel(
 ):
     """Write the tiles into a table with TILE_WORDS words per tile, sorted by stage and sorted by expert.
 
-    Each program handles BLOCK tiles.
-    begins[s] is the number of tiles in stages before s.
+    Each program handles BLOCK tiles. begins[s] is the number of tiles in stages before s.
     """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0)
