@@ -58,15 +58,13 @@ def test_sums_of_other_slices(columns, slice_columns):
         AddRun(seed, 2, 20, 1296, columns, slice_columns, 16, 2, 1 + seed % 3)()
 
 
-FOR_PEER = """            _add_for_peer(
-                tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
-                gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
-                _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
-            )
+FOR_PEER = """    _add_for_peer(
+        tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
+        gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
+        _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
+    )
 """
-NOTIFY = """            notify_by_warps(
-                ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS
-            )
+NOTIFY = """    notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)
 """
 ADD_SOURCE_OF_PEER = ADD_SOURCE[ADD_SOURCE.index(FOR_PEER) : ADD_SOURCE.index(NOTIFY) + len(NOTIFY)]
 REST = ADD_SOURCE_OF_PEER[len(FOR_PEER) : -len(NOTIFY)]
@@ -108,24 +106,24 @@ SUM_MUTANTS = {
     ),
     "the last item is lost": ("while item < num_items", "while item < num_items - 1"),
     "own tokens do not wait for the peers": (
-        "                if RANKS > 1:  # producer", "                if RANKS > 9:  # producer",
+        "        if RANKS > 1:  # producer", "        if RANKS > 9:  # producer",
     ),
     "own tokens wait for another piece": (
         "wait_for_ranks(ctx, signal_at(ctx, half, first)", "wait_for_ranks(ctx, signal_at(ctx, half, group * blocks)",
     ),
     "ranks share signals": ("signal_at(ctx, half, me * of_shard + first)", "signal_at(ctx, half, first)"),
-    "signals of a rank overlap": ("of_shard = num_chunks * groups * blocks", "of_shard = num_chunks * groups"),
+    "signals of a rank overlap": ("blocks, num_chunks * groups * blocks,", "blocks, num_chunks * groups,"),
     "the last slice has as many blocks as the others": (
-        "count = gl.where(block < blocks, gl.minimum(count, groups - group), 0)",
-        "count = gl.minimum(count, groups - group)",
+        "count = gl.where(block < blocks, gl.minimum(signals, groups - group), 0)",
+        "count = gl.minimum(signals, groups - group)",
     ),
-    "a work item has groups of the next chunk": ("gl.minimum(count, groups - group), 0)", "count, 0)"),
+    "a work item has groups of the next chunk": ("gl.minimum(signals, groups - group), 0)", "signals, 0)"),
     "groups of a chunk that do not fill a work item are lost": (
-        "((groups + signals - 1) // signals)", "(groups // signals)",
+        "((groups + signals - 1) // signals) * of_slice", "(groups // signals) * of_slice",
     ),
-    "peers' tokens are this rank's": ("chunk_at_turn(num_chunks + rest", "chunk_at_turn(rest"),
-    "parts of own tokens are lost": ("+ rest % count) * (_TOKENS", ") * (_TOKENS"),
-    "a part has the tokens of a signal": ("gl.minimum(token + _TOKENS // count", "gl.minimum(token + _TOKENS"),
+    "peers' tokens are this rank's": ("chunk_at_turn(num_chunks + number", "chunk_at_turn(number"),
+    "parts of own tokens are lost": ("+ number % parts) * (_TOKENS", ") * (_TOKENS"),
+    "a part has the tokens of a signal": ("gl.minimum(token + _TOKENS // parts", "gl.minimum(token + _TOKENS"),
     "items of the last slice are large": ("gl.where(slice_id < last, signals, 1)", "signals"),
     "parts of the last slice are large": ("gl.where(slice_id < last, parts, _PARTS)", "parts"),
     "signals are in the order of the blocks": (

@@ -218,6 +218,74 @@ def _place_of_item(item, last, large, small):
 
 
 @gluon.jit
+def _sizes_of_shard(sums, COLUMNS: gl.constexpr):
+    """Return (chunks, signals of a chunk, blocks of columns, signals, bytes of the sums) of a rank's tokens."""
+    _, tensors, _, _, M_shard, N, chunk_rows, _, _, _, _ = sums
+    num_chunks, groups = (M_shard + chunk_rows - 1) // chunk_rows, chunk_rows // _TOKENS
+    blocks = (N + COLUMNS - 1) // COLUMNS
+    shard_bytes = M_shard.to(gl.int64) * N * (tensors[1].dtype.element_ty.primitive_bitwidth // 8)
+    return num_chunks, groups, blocks, num_chunks * groups * blocks, (shard_bytes + ALIGN - 1) // ALIGN * ALIGN
+
+
+@gluon.jit
+def _run_item_for_peer(
+    sums, sizes, number, block, signals, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
+    WARPS: gl.constexpr, PROMOTE: gl.constexpr,
+):
+    """Run a work item for a peer's tokens: send their sums, then its signals. Return the request for the next item.
+
+    sizes: those of ``_sizes_of_shard``
+    number: index of the tokens among those of the peers, in units of ``signals`` signals
+    block: block of columns; there are no sums if it is not in N
+    """
+    ctx, tensors, _, _, M_shard, N, chunk_rows, _, half, signal, me = sums
+    num_chunks, groups, blocks, of_shard, shard_bytes = sizes
+    each = (groups + signals - 1) // signals
+    group = number % each * signals
+    count = gl.where(block < blocks, gl.minimum(signals, groups - group), 0)
+    owner, chunk = chunk_at_turn(num_chunks + number // each, me, RANKS, num_chunks)
+    token = chunk * chunk_rows + group * _TOKENS
+    _add_for_peer(
+        tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
+        gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
+        _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
+    )
+    # Not earlier: other warps may have time for the next item while these add.
+    answer = request_by_warps(ctx, 1, WARPS)
+    first = (chunk * groups + group) * blocks + block  # signal
+    # waiter: the owner's work items for the same tokens and columns
+    notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)
+    return answer
+
+
+@gluon.jit
+def _run_own_item(
+    sums, sizes, number, block, parts, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
+    ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, PROMOTE: gl.constexpr,
+):
+    """Run a work item for this rank's tokens: wait for the peers, then add. Return the request for the next item.
+
+    sizes: those of ``_sizes_of_shard``
+    number: index of the tokens, in units of 1 / ``parts`` of a signal's tokens
+    block: block of columns; there are no sums if it is not in N
+    """
+    ctx, tensors, _, _, M_shard, N, chunk_rows, _, half, signal, me = sums
+    _, groups, blocks, of_shard, shard_bytes = sizes
+    group = number // parts  # of all chunks
+    token = group // groups * chunk_rows + (group % groups * parts + number % parts) * (_TOKENS // parts)
+    if block < blocks:
+        first = group * blocks + block  # signal
+        if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
+            wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
+        _add_own(
+            tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // parts, M_shard),
+            block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS,
+            _tokens_of_pass(CHOICES + RANKS - 1, WARPS, PROMOTE),
+        )
+    return request_by_warps(ctx, 1, WARPS)
+
+
+@gluon.jit
 def add_partition(
     sums, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, ROUND_OWN: gl.constexpr,
     WARPS: gl.constexpr, PROMOTE: gl.constexpr,
@@ -232,13 +300,11 @@ def add_partition(
 
     Work items of the last slice are small, because the warps that have multiplied share them, too.
     """
-    ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, has_large, half, signal, me = sums
-    num_chunks, groups = (M_shard + chunk_rows - 1) // chunk_rows, chunk_rows // _TOKENS
-    blocks, tiles_n = (N + COLUMNS - 1) // COLUMNS, (N + BLOCK_N - 1) // BLOCK_N
+    ctx, _, slices, done_ptr, _, N, _, has_large, _, signal, me = sums
+    sizes = _sizes_of_shard(sums, COLUMNS)
+    num_chunks, groups, _, _, _ = sizes
     of_slice = slices[1] * BLOCK_N // COLUMNS  # blocks of a slice; the last one may have fewer
-    of_shard = num_chunks * groups * blocks  # signals
-    shard_bytes = M_shard.to(gl.int64) * N * (tensors[1].dtype.element_ty.primitive_bitwidth // 8)
-    shard_bytes = (shard_bytes + ALIGN - 1) // ALIGN * ALIGN
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     last = (tiles_n + slices[1] - 1) // slices[1] - 1
     signals, parts = gl.where(has_large, _SIGNALS, 1), gl.where(has_large, 1, _PARTS)
     large = _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS)
@@ -252,35 +318,8 @@ def add_partition(
         complete = _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me)
         if is_own == 0:
             count = gl.where(slice_id < last, signals, 1)
-            each = (groups + count - 1) // count
-            group = rest % each * count
-            count = gl.where(block < blocks, gl.minimum(count, groups - group), 0)
-            owner, chunk = chunk_at_turn(num_chunks + rest // each, me, RANKS, num_chunks)
-            token = chunk * chunk_rows + group * _TOKENS
-            _add_for_peer(
-                tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
-                gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
-                _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
-            )
-            # Not earlier: other warps may have time for the next item while these add.
-            answer = request_by_warps(ctx, 1, WARPS)
-            first = (chunk * groups + group) * blocks + block  # signal
-            # waiter: the owner's work items for the same tokens and columns
-            notify_by_warps(
-                ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS
-            )
+            answer = _run_item_for_peer(sums, sizes, rest, block, count, COLUMNS, CHOICES, RANKS, WARPS, PROMOTE)
         else:
             count = gl.where(slice_id < last, parts, _PARTS)
-            group = rest // count  # of all chunks
-            token = group // groups * chunk_rows + (group % groups * count + rest % count) * (_TOKENS // count)
-            if block < blocks:
-                first = group * blocks + block  # signal
-                if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
-                    wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
-                _add_own(
-                    tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // count, M_shard),
-                    block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS,
-                    _tokens_of_pass(CHOICES + RANKS - 1, WARPS, PROMOTE),
-                )
-            answer = request_by_warps(ctx, 1, WARPS)
+            answer = _run_own_item(sums, sizes, rest, block, count, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE)
         item = item_of_warps(answer)
