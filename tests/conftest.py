@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import ranks, sharing, simulated_nodes
+from tests.support import ranks, sharing, simulated_nodes, subset
 
 # The ranks inherit these. Configs tuned on this machine or shipped for it must not decide which path a test takes:
 # without a config an operator uses its heuristic, and tests of the tuner set what they need.
 os.environ["TDKERNELS_CACHE_DIR"] = tempfile.mkdtemp(prefix="tdkernels-tests-")
 os.environ["TDKERNELS_AUTOTUNE"] = "off"
+# The ranks share the cores. Several threads of numpy's matrix products in each of them wait for each other in loops.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
@@ -119,16 +121,26 @@ _LONG = {
 
 def pytest_collection_modifyitems(items):
     """Skip cases that add little unless TDKERNELS_TEST_THOROUGH is set; multi-node tests need one GPU per rank."""
-    seen = Counter()
+    seen, compilations = Counter(), {}
     for item in items:
         which = item.path.name, getattr(item, "originalname", None)
         is_long = which[1] in _LONG.get(which[0], ())
         if item.path.name.endswith("_multinode.py"):
             item.add_marker(simulated_nodes.needs_gpus)
-        if is_long and seen[which] % 2 or _adds_little(item, getattr(getattr(item, "callspec", None), "params", {})):
+        if is_long and seen[which] % 2 or _adds_little(item, _params(item)):
             item.add_marker(simulated_nodes.thorough)
+        elif item.path.parent.name == "compiled":
+            compilations.setdefault((item.path, item.originalname), []).append(item)
         seen[which] += 1
+    for same in compilations.values():
+        chosen = subset.each_value([{name: str(value) for name, value in _params(item).items()} for item in same])
+        for index in set(range(len(same))) - set(chosen):
+            same[index].add_marker(simulated_nodes.thorough)
     sharing.in_order(items)
+
+
+def _params(item):
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.hookimpl(tryfirst=True)

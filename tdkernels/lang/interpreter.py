@@ -13,7 +13,14 @@ from triton import knobs
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tdkernels.lang.interpreter_operands import with_fast_checks, with_fast_unwrap, with_identity
+from tdkernels.lang.interpreter_memory import with_fast_load, with_fast_store
+from tdkernels.lang.interpreter_operands import (
+    with_fast_broadcast,
+    with_fast_checks,
+    with_fast_unwrap,
+    with_identity,
+)
+from tdkernels.lang.interpreter_operators import OPERATORS, with_fast_cast, with_fast_operator, with_fast_where
 from tdkernels.lang.tested_versions import triton_is_tested
 
 # The interpreter has one state for all threads: the current program, and its patches of triton.language. If a kernel
@@ -120,6 +127,9 @@ def _with_patches(patch):
         patch(tensor, scope)
         if triton.__version__.startswith("3.6."):
             _allow_scalar_index(tensor, scope)
+        if not interpreter.interpreter_builder.options.sanitize_overflow:
+            for name in OPERATORS:
+                scope.set_attr(tensor, name, with_fast_operator(name, getattr(tensor, name)))
         scope.set_attr(tensor, "__init__", _tensor_init)
         scope.set_attr(tl.block_type, "__init__", _block_init)
         scope.set_attr(tl.dtype, "__eq__", _dtype_eq)
@@ -139,15 +149,54 @@ def _bind_semantic(obj, name, member, builder, scope):
     scope.set_attr(obj, name, bound)
 
 
+def _keep_patches(patch):
+    """Wrap the function that patches ``triton.language`` for a launch: it searches the language for builtins each time.
+
+    Its result depends on the modules of the language that the kernel's module has imported, and on the options.
+    """
+    known = {}
+
+    def patch_lang(fn):
+        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        key = frozenset(modules), interpreter.interpreter_builder.options.sanitize_overflow
+        if key not in known:
+            scope = patch(fn)
+            changed = dict.fromkeys((owner, name) for owner, name, _ in scope._changes)
+            known[key] = [(owner, name, getattr(owner, name)) for owner, name in changed]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for change in known[key]:
+            scope.set_attr(*change)
+        return scope
+
+    return patch_lang
+
+
 # Another version of Triton may lack these functions, or may store more in a tensor than the wrappers copy. Without the
 # patches the interpreter is slower. Compiled kernels do not need them.
 _PATCHED = (
-    (interpreter, ("_get_np_dtype", "_patch_lang_tensor", "_patch_attr", "interpreter_semantic")),
-    (tl.core, ("_unwrap_if_constexpr",)), (TritonSemantic, ("binary_op_type_checking_impl",)),
+    (interpreter, (
+        "_LangPatchScope", "_get_np_dtype", "_patch_attr", "_patch_lang", "_patch_lang_tensor", "interpreter_semantic",
+    )),
+    (tl.core, ("_unwrap_if_constexpr",)),
+    (TritonSemantic, (
+        "_load_legacy", "_store_legacy", "binary_op_type_checking_impl", "broadcast_impl_value", "cast", "where",
+    )),
 )
+
+
+def _replace_methods(semantic):
+    """Replace methods of the interpreter's semantic, each before those that wrap a caller of it."""
+    semantic.broadcast_impl_value = with_fast_broadcast(semantic.broadcast_impl_value)
+    semantic.cast = with_fast_cast(semantic.cast)
+    semantic.binary_op_type_checking_impl = with_fast_checks(semantic)
+    semantic.where = with_fast_where(semantic.where)
+    semantic._load_legacy, semantic._store_legacy = with_fast_load(semantic), with_fast_store(semantic)
+
+
 if triton_is_tested() and all(hasattr(where, name) for where, names in _PATCHED for name in names):
     interpreter._get_np_dtype = _cache_np_dtype(interpreter._get_np_dtype)
     interpreter._patch_lang_tensor = _with_patches(interpreter._patch_lang_tensor)
     interpreter._patch_attr = _bind_semantic
-    _semantic = interpreter.interpreter_semantic
-    _semantic.binary_op_type_checking_impl = with_fast_checks(_semantic)  # type: ignore[method-assign]
+    interpreter._patch_lang = _keep_patches(interpreter._patch_lang)
+    _replace_methods(interpreter.interpreter_semantic)

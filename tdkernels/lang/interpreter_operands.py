@@ -10,7 +10,7 @@ from typing import Any
 
 import triton.language as tl
 
-_INTEGERS = {  # {name: (least value, greatest value)}; int1 has rules of its own
+INTEGERS = {  # {name: (least value, greatest value)}; int1 has rules of its own
     kind.name: (kind.get_int_min_value(), kind.get_int_max_value())
     for kind in (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 }
@@ -24,7 +24,7 @@ def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
     def constant(value, like):
         """Return an integer as a tensor of the type of an integer tensor, or None if it does not fit."""
         element = like.scalar
-        limits = _INTEGERS.get(element.name)
+        limits = INTEGERS.get(element.name)
         if limits is None or not limits[0] <= value <= limits[1]:
             return None
         one = semantic.scalar_constant(value, element)
@@ -55,9 +55,27 @@ def _are_compatible(left, right, allow_left_ptr, div_or_mod):
     if left is right or left.name == right.name:
         element = left.scalar
         return not element.is_ptr() and not (div_or_mod and element.name in _HALVES)
-    if not allow_left_ptr or not left.scalar.is_ptr() or right.scalar.name not in _INTEGERS:
+    if not allow_left_ptr or not left.scalar.is_ptr() or right.scalar.name not in INTEGERS:
         return False
     return left.is_block() == right.is_block() and (not left.is_block() or left.shape == right.shape)
+
+
+def with_fast_broadcast(broadcast: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap ``broadcast_impl_value``, which compares shapes element by element: most operands have the same shape."""
+    known: dict[tuple[str, str], bool] = {}
+
+    def have_same_shape(left, right):
+        if not left.is_block() or not right.is_block():
+            return left.is_block() == right.is_block()
+        return list(left.shape) == list(right.shape)
+
+    def broadcasted(lhs, rhs):
+        key = lhs.type.name, rhs.type.name
+        if key not in known:
+            known[key] = have_same_shape(lhs.type, rhs.type)
+        return (lhs, rhs) if known[key] else broadcast(lhs, rhs)
+
+    return broadcasted
 
 
 def with_fast_unwrap(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -5,10 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
-from tdkernels.lang.interpreter_operands import with_fast_checks, with_fast_unwrap, with_identity
+from tdkernels.lang.interpreter_operands import (
+    with_fast_broadcast,
+    with_fast_checks,
+    with_fast_unwrap,
+    with_identity,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast")
 
@@ -37,11 +41,6 @@ def outcome(check, operands, way):
     except Exception as error:
         return type(error).__name__, str(error)
     return [(one.type.name, one.dtype.name, one.handle.dtype.name, one.handle.data.tolist()) for one in results]
-
-
-@pytest.fixture(scope="module")
-def semantic():
-    return TritonSemantic(InterpreterBuilder())
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -80,6 +79,16 @@ def test_tensors_that_need_nothing_are_returned(semantic):
     left, right = fast(x, 3)
     assert left is x and right.type == x.type and right.handle.data.tolist() == [3] * 4
     assert fast(3, operand(tl.int32, ()))[0].handle.data.tolist() == [3]
+
+
+def test_broadcast(semantic):
+    fast = with_fast_broadcast(semantic.broadcast_impl_value)
+    for left, right in itertools.product((*SHAPES, (1,), (1, 1), (8, 4)), repeat=2):
+        operands = operand(tl.int32, left), operand(tl.float32, right)
+        expected = outcome(semantic.broadcast_impl_value, operands, ())
+        assert outcome(fast, operands, ()) == expected, (left, right)
+        if left == right:
+            assert fast(*operands) == operands
 
 
 def test_unwrap_and_equality():

@@ -28,6 +28,16 @@ def pairs(*axes, everything=EVERYTHING):
     return [tuple(axis[i] for axis, i in zip(axes, combination)) for combination in sorted(chosen)]
 
 
+def each_value(combinations):
+    """Return the indices of combinations ({name: value}) that together contain every value of every name."""
+    missing = {pair for combination in combinations for pair in combination.items()}
+    chosen = [] if missing else list(range(len(combinations)))
+    while missing:
+        chosen.append(max(range(len(combinations)), key=lambda i: len(missing & set(combinations[i].items()))))
+        missing -= set(combinations[chosen[-1]].items())
+    return sorted(chosen)
+
+
 def turns(values, others, each=1, everything=EVERYTHING):
     """Return every value (a tuple) joined with ``each`` of the tuples in ``others``, which are used in turn.
 

@@ -1,0 +1,88 @@
+"""Faster loads and stores in Triton's interpreter.
+
+Triton broadcasts the mask and the value to the shape of the pointers, and casts the value. Most loads and stores need
+neither. They still call the builder's methods, where the race checker observes them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+
+def _shape(kind):
+    return list(kind.shape) if kind.is_block() else None
+
+
+def _pointee(kind):
+    """Return the type of the elements that pointers of a type point to, or None if Triton must decide."""
+    if not kind.scalar.is_ptr():
+        return None
+    element = kind.scalar.element_ty
+    return None if element.is_block() or element.is_ptr() or element.name == tl.int1.name else element
+
+
+def _is_mask(kind, pointers):
+    return kind is None or kind.scalar.name == tl.int1.name and _shape(kind) == _shape(pointers)
+
+
+def with_fast_load(semantic: Any) -> Callable[..., Any]:
+    """Return a replacement for the method ``_load_legacy`` of a TritonSemantic."""
+    load, builder = semantic._load_legacy, semantic.builder
+    known: dict[tuple[str, str | None, str | None], Any] = {}
+
+    def result_of(pointers, mask, other):
+        """Return the type of the loaded tensor, or None."""
+        element = _pointee(pointers)
+        if element is None or not _is_mask(mask, pointers):
+            return None
+        if other is not None and (mask is None or other.is_block() or element.is_fp8() and not other.is_floating()):
+            return None
+        return pointers.with_element_ty(element) if pointers.is_block() else element
+
+    def fast(ptr, mask, other, boundary_check, padding, cache, eviction, is_volatile):
+        kinds = ptr.type, None if mask is None else mask.type, None if other is None else other.type
+        key = kinds[0].name, kinds[1] and kinds[1].name, kinds[2] and kinds[2].name
+        if key not in known:
+            known[key] = result_of(*kinds)
+        result = known[key]
+        if result is None or boundary_check or padding or not _is_zero(other):
+            return load(ptr, mask, other, boundary_check, padding, cache, eviction, is_volatile)
+        if mask is None:
+            return tl.tensor(builder.create_load(ptr.handle, cache, eviction, is_volatile), result)
+        return tl.tensor(
+            builder.create_masked_load(ptr.handle, mask.handle, None, cache, eviction, is_volatile), result
+        )
+
+    return fast
+
+
+def _is_zero(other):
+    """Return whether the bits of a scalar are 0. Then masked elements are the same as without it."""
+    return other is None or not any(other.handle.data.tobytes())
+
+
+def with_fast_store(semantic: Any) -> Callable[..., Any]:
+    """Return a replacement for the method ``_store_legacy`` of a TritonSemantic."""
+    store, builder = semantic._store_legacy, semantic.builder
+    known: dict[tuple[str, str, str | None], bool] = {}
+
+    def is_plain(pointers, value, mask):
+        element = _pointee(pointers)
+        if element is None or not _is_mask(mask, pointers):
+            return False
+        return element.name == value.scalar.name and _shape(value) == _shape(pointers)
+
+    def fast(ptr, val, mask, boundary_check, cache, eviction):
+        key = ptr.type.name, val.type.name, None if mask is None else mask.type.name
+        if key not in known:
+            known[key] = is_plain(ptr.type, val.type, None if mask is None else mask.type)
+        if not known[key] or boundary_check:
+            return store(ptr, val, mask, boundary_check, cache, eviction)
+        if mask is None:
+            return tl.tensor(builder.create_store(ptr.handle, val.handle, cache, eviction), tl.void)
+        return tl.tensor(
+            builder.create_masked_store(ptr.handle, val.handle, mask.handle, cache, eviction), tl.void
+        )
+
+    return fast

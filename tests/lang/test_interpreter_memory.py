@@ -1,0 +1,91 @@
+"""Fast loads and stores of the interpreter: the results, memory and errors are those of Triton's own."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+
+from tdkernels.lang.interpreter_memory import with_fast_load, with_fast_store
+from tests.lang.test_interpreter_operands import FLOATS, INTEGERS, operand
+from tests.lang.test_interpreter_operators import outcome, rejects
+
+SHAPES = ((), (4,), (2, 4))
+
+
+def memory(kind):
+    return np.arange(1, 9).astype(_get_np_dtype(kind))
+
+
+def pointers(kind, data, shape):
+    """Return pointers to the first elements of an array."""
+    size = shape or (1,)
+    addresses = data.ctypes.data + data.itemsize * np.arange(np.prod(size), dtype=np.uint64).reshape(size)
+    pointer = tl.pointer_type(kind)
+    return tl.tensor(TensorHandle(addresses, pointer), tl.block_type(pointer, list(shape)) if shape else pointer)
+
+
+def mask_of(shape):
+    mask = operand(tl.int1, shape)
+    mask.handle.data = np.arange(mask.handle.data.size).reshape(mask.handle.data.shape) % 3 != 1
+    return mask
+
+
+@pytest.mark.parametrize("kind", (*INTEGERS, *FLOATS), ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loads(semantic, kind, shape):
+    fast, data = with_fast_load(semantic), memory(kind)
+    masks = [None, mask_of(shape), mask_of(()), mask_of((4,)), operand(tl.int32, shape)]
+    others = [None, *[semantic.to_tensor(number) for number in (0, 0.0, -0.0, 1, 2.5)], operand(kind, shape)]
+    for mask, other, padding in itertools.product(masks, others, ("", "zero")):
+        args = pointers(kind, data, shape), mask, other, (), padding, None, None, False
+        assert outcome(fast, *args) == outcome(semantic._load_legacy, *args), (mask, other)
+
+
+@pytest.mark.parametrize("kind", (*INTEGERS, *FLOATS), ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_stores(semantic, kind, shape):
+    fast = with_fast_store(semantic)
+    values = [operand(kind, shape), operand(kind, ()), operand(tl.float32, shape), operand(kind, (4,))]
+    for mask, value in itertools.product([None, mask_of(shape), mask_of(()), operand(tl.int32, shape)], values):
+        stored, errors = [], []
+        for store in (fast, semantic._store_legacy):
+            data = memory(kind)
+            try:
+                result = store(pointers(kind, data, shape), value, mask, (), None, None)
+                errors.append(result.type.name)
+            except Exception as error:
+                errors.append((type(error).__name__, str(error)))
+            stored.append(data.tobytes())
+        assert stored[0] == stored[1] and errors[0] == errors[1], (mask, value)
+
+
+def test_common_accesses_do_not_need_triton(semantic):
+    methods = {"_load_legacy": rejects, "_store_legacy": rejects, "builder": semantic.builder}
+    own, data = SimpleNamespace(**methods), memory(tl.float32)
+    load, store = with_fast_load(own), with_fast_store(own)
+    ptr, mask = pointers(tl.float32, data, (4,)), mask_of((4,))
+    assert load(ptr, mask, semantic.to_tensor(0.0), (), "", None, None, False).handle.data.tolist() == [1, 0, 3, 4]
+    store(ptr, operand(tl.float32, (4,)), mask, (), None, None)
+    assert data[:4].tolist() == [0, 2, 2, 3]
+
+
+def test_builder_is_called(semantic, monkeypatch):
+    """The race checker replaces methods of the builder later."""
+    load, store, calls = with_fast_load(semantic), with_fast_store(semantic), []
+
+    def observed(method, *args):
+        calls.append(method.__name__)
+        return method(*args)
+
+    for name in ("create_masked_load", "create_masked_store"):
+        method = getattr(InterpreterBuilder, name)
+        monkeypatch.setattr(InterpreterBuilder, name, functools.partialmethod(functools.partial(observed, method)))
+    for mask in (None, mask_of((4,))):
+        ptr = pointers(tl.float32, memory(tl.float32), (4,))
+        load(ptr, mask, None, (), "", None, None, False)
+        store(ptr, operand(tl.float32, (4,)), mask, (), None, None)
+    assert calls == ["create_masked_load", "create_masked_store"] * 2
