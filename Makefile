@@ -42,6 +42,9 @@ help:  ## list the targets
 demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on processes of this machine
 	$(PY) examples/tp_mlp.py
 
+# Tests start many programs that import the package, which takes longer without files of bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes run the suite concurrently, because many tests leave a core idle and others only compile. They divide the
 # modules while they run (tests/support/sharing.py). The second one has its own directory for temporary files, which is
 # removed even if the process is killed. The tests in ALONE run first: they check files that processes leave behind, or

@@ -17,6 +17,7 @@ from tdkernels.lang.interpreter_operands import INTEGERS
 
 _FLOATS = {kind.name for kind in (tl.float16, tl.float32, tl.float64)}  # numpy has no bf16 and fp8
 _SIGNED = {kind.name for kind in (tl.int8, tl.int16, tl.int32, tl.int64)}
+_INT64 = INTEGERS[tl.int64.name]
 _NUMBERS = {int: set(INTEGERS), float: {tl.float32.name, tl.float64.name}}  # {Python type: tensors it is converted to}
 
 
@@ -146,6 +147,8 @@ def with_fast_operator(name: str, operator: Callable[[Any, Any], Any]) -> Callab
             right, value = other.type, other.handle.data
         elif _fits(other, left.scalar):
             right, value = left.scalar, other
+        elif type(other) is int and left.scalar.is_ptr() and _INT64[0] <= other <= _INT64[1]:
+            right, value = tl.int64, np.array([other], dtype=np.int64)
         else:
             return operator(self, other)
         key = left.name, right.name

@@ -74,7 +74,8 @@ def test_common_operations_do_not_need_triton():
     i, row, column = operand(tl.int32, (4,)), operand(tl.int64, (2, 1)), operand(tl.int32, (1, 4))
     pointers, x = operand(tl.pointer_type(tl.float16), (4,)), operand(tl.float32, (4,))
     for name, left, right in (
-        ("__add__", i, 3), ("__add__", row, column), ("__add__", pointers, i), ("__lt__", i, operand(tl.int32, ())),
+        ("__add__", i, 3), ("__add__", row, column), ("__add__", pointers, i),
+        ("__add__", pointers, -1), ("__lt__", i, operand(tl.int32, ())),
         ("__mul__", x, 2.0), ("__rsub__", i, 1), ("__and__", operand(tl.int1, (4,)), operand(tl.int1, (4,))),
     ):
         with_fast_operator(name, rejects)(left, right)
