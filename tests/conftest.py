@@ -132,6 +132,7 @@ def pytest_collection_modifyitems(items):
         elif item.path.parent.name == "compiled":
             compilations.setdefault((item.path, item.originalname), []).append(item)
         seen[which] += 1
+    # A compilation that fails nearly always fails with each combination that has one of its values.
     for same in compilations.values():
         chosen = subset.each_value([{name: str(value) for name, value in _params(item).items()} for item in same])
         for index in set(range(len(same))) - set(chosen):
