@@ -180,7 +180,8 @@ _PATCHED = (
     )),
     (tl.core, ("_unwrap_if_constexpr",)),
     (TritonSemantic, (
-        "_load_legacy", "_store_legacy", "binary_op_type_checking_impl", "broadcast_impl_value", "cast", "where",
+        "_str_to_eviction_policy", "_str_to_load_cache_modifier", "_str_to_store_cache_modifier",
+        "binary_op_type_checking_impl", "broadcast_impl_value", "cast", "load", "store", "where",
     )),
 )
 
@@ -191,7 +192,7 @@ def _replace_methods(semantic):
     semantic.cast = with_fast_cast(semantic.cast)
     semantic.binary_op_type_checking_impl = with_fast_checks(semantic)
     semantic.where = with_fast_where(semantic.where)
-    semantic._load_legacy, semantic._store_legacy = with_fast_load(semantic), with_fast_store(semantic)
+    semantic.load, semantic.store = with_fast_load(semantic), with_fast_store(semantic)
 
 
 if triton_is_tested() and all(hasattr(where, name) for where, names in _PATCHED for name in names):

@@ -27,8 +27,8 @@ def _is_mask(kind, pointers):
 
 
 def with_fast_load(semantic: Any) -> Callable[..., Any]:
-    """Return a replacement for the method ``_load_legacy`` of a TritonSemantic."""
-    load, builder = semantic._load_legacy, semantic.builder
+    """Return a replacement for the method ``load`` of a TritonSemantic."""
+    load, builder = semantic.load, semantic.builder
     known: dict[tuple[str, str | None, str | None], Any] = {}
 
     def result_of(pointers, mask, other):
@@ -40,14 +40,16 @@ def with_fast_load(semantic: Any) -> Callable[..., Any]:
             return None
         return pointers.with_element_ty(element) if pointers.is_block() else element
 
-    def fast(ptr, mask, other, boundary_check, padding, cache, eviction, is_volatile):
+    def fast(ptr, mask, other, boundary_check, padding, cache_modifier, eviction_policy, is_volatile):
         kinds = ptr.type, None if mask is None else mask.type, None if other is None else other.type
         key = kinds[0].name, kinds[1] and kinds[1].name, kinds[2] and kinds[2].name
         if key not in known:
             known[key] = result_of(*kinds)
         result = known[key]
         if result is None or boundary_check or padding or not _is_zero(other):
-            return load(ptr, mask, other, boundary_check, padding, cache, eviction, is_volatile)
+            return load(ptr, mask, other, boundary_check, padding, cache_modifier, eviction_policy, is_volatile)
+        cache = semantic._str_to_load_cache_modifier(cache_modifier)
+        eviction = semantic._str_to_eviction_policy(eviction_policy)
         if mask is None:
             return tl.tensor(builder.create_load(ptr.handle, cache, eviction, is_volatile), result)
         return tl.tensor(
@@ -63,22 +65,24 @@ def _is_zero(other):
 
 
 def with_fast_store(semantic: Any) -> Callable[..., Any]:
-    """Return a replacement for the method ``_store_legacy`` of a TritonSemantic."""
-    store, builder = semantic._store_legacy, semantic.builder
+    """Return a replacement for the method ``store`` of a TritonSemantic."""
+    store, builder = semantic.store, semantic.builder
     known: dict[tuple[str, str, str | None], bool] = {}
 
     def is_plain(pointers, value, mask):
         element = _pointee(pointers)
-        if element is None or not _is_mask(mask, pointers):
+        if element is None or pointers.scalar.is_const() or not _is_mask(mask, pointers):
             return False
         return element.name == value.scalar.name and _shape(value) == _shape(pointers)
 
-    def fast(ptr, val, mask, boundary_check, cache, eviction):
+    def fast(ptr, val, mask, boundary_check, cache_modifier, eviction_policy):
         key = ptr.type.name, val.type.name, None if mask is None else mask.type.name
         if key not in known:
             known[key] = is_plain(ptr.type, val.type, None if mask is None else mask.type)
         if not known[key] or boundary_check:
-            return store(ptr, val, mask, boundary_check, cache, eviction)
+            return store(ptr, val, mask, boundary_check, cache_modifier, eviction_policy)
+        cache = semantic._str_to_store_cache_modifier(cache_modifier)
+        eviction = semantic._str_to_eviction_policy(eviction_policy)
         if mask is None:
             return tl.tensor(builder.create_store(ptr.handle, val.handle, cache, eviction), tl.void)
         return tl.tensor(

@@ -41,8 +41,8 @@ def test_loads(semantic, kind, shape):
     masks = [None, mask_of(shape), mask_of(()), mask_of((4,)), operand(tl.int32, shape)]
     others = [None, *[semantic.to_tensor(number) for number in (0, 0.0, -0.0, 1, 2.5)], operand(kind, shape)]
     for mask, other, padding in itertools.product(masks, others, ("", "zero")):
-        args = pointers(kind, data, shape), mask, other, (), padding, None, None, False
-        assert outcome(fast, *args) == outcome(semantic._load_legacy, *args), (mask, other)
+        args = pointers(kind, data, shape), mask, other, (), padding, "", "", False
+        assert outcome(fast, *args) == outcome(semantic.load, *args), (mask, other)
 
 
 @pytest.mark.parametrize("kind", (*INTEGERS, *FLOATS), ids=str)
@@ -52,10 +52,10 @@ def test_stores(semantic, kind, shape):
     values = [operand(kind, shape), operand(kind, ()), operand(tl.float32, shape), operand(kind, (4,))]
     for mask, value in itertools.product([None, mask_of(shape), mask_of(()), operand(tl.int32, shape)], values):
         stored, errors = [], []
-        for store in (fast, semantic._store_legacy):
+        for store in (fast, semantic.store):
             data = memory(kind)
             try:
-                result = store(pointers(kind, data, shape), value, mask, (), None, None)
+                result = store(pointers(kind, data, shape), value, mask, (), "", "")
                 errors.append(result.type.name)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))
@@ -63,13 +63,30 @@ def test_stores(semantic, kind, shape):
         assert stored[0] == stored[1] and errors[0] == errors[1], (mask, value)
 
 
+def test_modifiers_and_constant_pointers(semantic):
+    load, store, data = with_fast_load(semantic), with_fast_store(semantic), memory(tl.float32)
+    ptr, value = pointers(tl.float32, data, (4,)), operand(tl.float32, (4,))
+    for cache, eviction in (("bad", ""), ("", "bad")):
+        with pytest.raises(ValueError, match="bad not supported"):
+            load(ptr, None, None, (), "", cache, eviction, False)
+        with pytest.raises(ValueError, match="bad not supported"):
+            store(ptr, value, None, (), cache, eviction)
+    assert load(ptr, None, None, (), "", ".cg", "evict_first", False).handle.data.tolist() == [1, 2, 3, 4]
+    store(ptr, value, None, (), ".cg", "evict_first")
+    assert data[:4].tolist() == [0, 1, 2, 3]
+    constant = tl.tensor(ptr.handle, tl.block_type(tl.pointer_type(tl.float32, const=True), [4]))
+    with pytest.raises(ValueError, match="constant pointer"):
+        store(constant, value, None, (), "", "")
+
+
 def test_common_accesses_do_not_need_triton(semantic):
-    methods = {"_load_legacy": rejects, "_store_legacy": rejects, "builder": semantic.builder}
-    own, data = SimpleNamespace(**methods), memory(tl.float32)
+    same = ("builder", "_str_to_eviction_policy", "_str_to_load_cache_modifier", "_str_to_store_cache_modifier")
+    own = SimpleNamespace(load=rejects, store=rejects, **{name: getattr(semantic, name) for name in same})
+    data = memory(tl.float32)
     load, store = with_fast_load(own), with_fast_store(own)
     ptr, mask = pointers(tl.float32, data, (4,)), mask_of((4,))
-    assert load(ptr, mask, semantic.to_tensor(0.0), (), "", None, None, False).handle.data.tolist() == [1, 0, 3, 4]
-    store(ptr, operand(tl.float32, (4,)), mask, (), None, None)
+    assert load(ptr, mask, semantic.to_tensor(0.0), (), "", "", "", False).handle.data.tolist() == [1, 0, 3, 4]
+    store(ptr, operand(tl.float32, (4,)), mask, (), "", "")
     assert data[:4].tolist() == [0, 2, 2, 3]
 
 
@@ -86,6 +103,6 @@ def test_builder_is_called(semantic, monkeypatch):
         monkeypatch.setattr(InterpreterBuilder, name, functools.partialmethod(functools.partial(observed, method)))
     for mask in (None, mask_of((4,))):
         ptr = pointers(tl.float32, memory(tl.float32), (4,))
-        load(ptr, mask, None, (), "", None, None, False)
-        store(ptr, operand(tl.float32, (4,)), mask, (), None, None)
+        load(ptr, mask, None, (), "", "", "", False)
+        store(ptr, operand(tl.float32, (4,)), mask, (), "", "")
     assert calls == ["create_masked_load", "create_masked_store"] * 2
