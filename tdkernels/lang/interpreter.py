@@ -157,8 +157,8 @@ def _keep_patches(patch):
     known = {}
 
     def patch_lang(fn):
-        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-        key = frozenset(modules), interpreter.interpreter_builder.options.sanitize_overflow
+        modules = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        key = modules, interpreter.interpreter_builder.options.sanitize_overflow
         if key not in known:
             scope = patch(fn)
             changed = dict.fromkeys((owner, name) for owner, name, _ in scope._changes)

@@ -9,13 +9,11 @@ from typing import Any
 
 import triton.language as tl
 
-
-def _shape(kind):
-    return list(kind.shape) if kind.is_block() else None
+from tdkernels.lang.interpreter_operands import have_same_shape
 
 
 def _pointee(kind):
-    """Return the type of the elements that pointers of a type point to, or None if Triton must decide."""
+    """Return the type of the elements that pointers of a type point to, or None if Triton's own method must run."""
     if not kind.scalar.is_ptr():
         return None
     element = kind.scalar.element_ty
@@ -23,7 +21,7 @@ def _pointee(kind):
 
 
 def _is_mask(kind, pointers):
-    return kind is None or kind.scalar.name == tl.int1.name and _shape(kind) == _shape(pointers)
+    return kind is None or kind.scalar.name == tl.int1.name and have_same_shape(kind, pointers)
 
 
 def with_fast_load(semantic: Any) -> Callable[..., Any]:
@@ -73,12 +71,13 @@ def with_fast_store(semantic: Any) -> Callable[..., Any]:
         element = _pointee(pointers)
         if element is None or pointers.scalar.is_const() or not _is_mask(mask, pointers):
             return False
-        return element.name == value.scalar.name and _shape(value) == _shape(pointers)
+        return element.name == value.scalar.name and have_same_shape(value, pointers)
 
     def fast(ptr, val, mask, boundary_check, cache_modifier, eviction_policy):
-        key = ptr.type.name, val.type.name, None if mask is None else mask.type.name
+        kinds = ptr.type, val.type, None if mask is None else mask.type
+        key = kinds[0].name, kinds[1].name, kinds[2] and kinds[2].name
         if key not in known:
-            known[key] = is_plain(ptr.type, val.type, None if mask is None else mask.type)
+            known[key] = is_plain(*kinds)
         if not known[key] or boundary_check:
             return store(ptr, val, mask, boundary_check, cache_modifier, eviction_policy)
         cache = semantic._str_to_store_cache_modifier(cache_modifier)

@@ -14,7 +14,23 @@ INTEGERS = {  # {name: (least value, greatest value)}; int1 has rules of its own
     kind.name: (kind.get_int_min_value(), kind.get_int_max_value())
     for kind in (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 }
+_NUMBERS = {int: set(INTEGERS), float: {tl.float32.name, tl.float64.name}}  # {Python type: tensors it is converted to}
 _HALVES = {"fp16", "bf16"}  # division uses fp32
+
+
+def fits(value: Any, element: tl.dtype) -> bool:
+    """Return whether Triton converts a number to ``element``, the type of the elements of the other operand."""
+    kind = type(value)
+    if kind not in _NUMBERS or element.name not in _NUMBERS[kind]:
+        return False
+    return kind is float or INTEGERS[element.name][0] <= value <= INTEGERS[element.name][1]
+
+
+def have_same_shape(left: tl.dtype, right: tl.dtype) -> bool:
+    """Return whether two types are both scalars, or blocks of one shape."""
+    if not left.is_block() or not right.is_block():
+        return left.is_block() == right.is_block()
+    return list(left.shape) == list(right.shape)
 
 
 def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
@@ -24,8 +40,7 @@ def with_fast_checks(semantic: Any) -> Callable[..., tuple[Any, Any]]:
     def constant(value, like):
         """Return an integer as a tensor of the type of an integer tensor, or None if it does not fit."""
         element = like.scalar
-        limits = INTEGERS.get(element.name)
-        if limits is None or not limits[0] <= value <= limits[1]:
+        if not fits(value, element):
             return None
         one = semantic.scalar_constant(value, element)
         if like is element:
@@ -57,17 +72,12 @@ def _are_compatible(left, right, allow_left_ptr, div_or_mod):
         return not element.is_ptr() and not (div_or_mod and element.name in _HALVES)
     if not allow_left_ptr or not left.scalar.is_ptr() or right.scalar.name not in INTEGERS:
         return False
-    return left.is_block() == right.is_block() and (not left.is_block() or left.shape == right.shape)
+    return have_same_shape(left, right)
 
 
 def with_fast_broadcast(broadcast: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Wrap ``broadcast_impl_value``, which compares shapes element by element: most operands have the same shape."""
     known: dict[tuple[str, str], bool] = {}
-
-    def have_same_shape(left, right):
-        if not left.is_block() or not right.is_block():
-            return left.is_block() == right.is_block()
-        return list(left.shape) == list(right.shape)
 
     def broadcasted(lhs, rhs):
         key = lhs.type.name, rhs.type.name

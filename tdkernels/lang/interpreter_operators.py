@@ -13,15 +13,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
-from tdkernels.lang.interpreter_operands import INTEGERS
+from tdkernels.lang.interpreter_operands import INTEGERS, fits
 
 _FLOATS = {kind.name for kind in (tl.float16, tl.float32, tl.float64)}  # numpy has no bf16 and fp8
 _SIGNED = {kind.name for kind in (tl.int8, tl.int16, tl.int32, tl.int64)}
-_INT64 = INTEGERS[tl.int64.name]
-_NUMBERS = {int: set(INTEGERS), float: {tl.float32.name, tl.float64.name}}  # {Python type: tensors it is converted to}
 
 
-def handle(data: np.ndarray, element: tl.dtype) -> TensorHandle:
+def _handle(data: np.ndarray, element: tl.dtype) -> TensorHandle:
     """Return ``TensorHandle(data, element)``, whose constructor checks the size of the elements."""
     made = TensorHandle.__new__(TensorHandle)
     made.data, made.dtype, made.attr = data, element, {}
@@ -37,8 +35,8 @@ def _common(left, right):
     return None
 
 
-def _block(element, *operands):
-    """Return the type of an operation on operands of some types, with these elements; None if Triton must decide."""
+def _result_type(element, *operands):
+    """Return the type of an operation on operands of some types, with these elements; None if Triton computes it."""
     shapes = [list(kind.shape) for kind in operands if kind.is_block()]
     if not shapes:
         return element
@@ -50,12 +48,19 @@ def _block(element, *operands):
     return tl.block_type(element, [max(each, default=1) for each in sizes])
 
 
-def _fits(value, element):
-    """Return whether Triton and numpy convert a number to the type of the elements of the other operand."""
-    kind = type(value)
-    if kind not in _NUMBERS or element.name not in _NUMBERS[kind]:
-        return False
-    return kind is float or INTEGERS[element.name][0] <= value <= INTEGERS[element.name][1]
+def _operand(value, like):
+    """Return (type, numpy operand) of a tensor, or of a number beside the tensor ``like``; None if numpy cannot use it.
+
+    A number beside a pointer is an offset.
+    """
+    if type(value) is tl.tensor:
+        return value.type, value.handle.data
+    element = like.dtype
+    if fits(value, element):
+        return element, value
+    if element.is_ptr() and type(value) is int and fits(value, tl.int64):
+        return tl.int64, np.array([value], dtype=np.int64)
+    return None
 
 
 # ---- binary operators: functions (types of elements) -> (type of elements of the result, numpy operation) or None ----
@@ -132,33 +137,27 @@ def with_fast_operator(name: str, operator: Callable[[Any, Any], Any]) -> Callab
         name: a name in ``OPERATORS``.
         operator: Triton's operator, with the interpreter's semantic.
     """
-    find, known, tensor = _FIND[name], {}, tl.tensor
+    find, known = _FIND[name], {}
 
     def result_of(left, right):
         """Return (type of the result, numpy operation) for operands of two types, or None."""
         found = find(left.scalar, right.scalar)
-        if found is None or (result := _block(found[0], left, right)) is None:
+        if found is None or (result := _result_type(found[0], left, right)) is None:
             return None
         return result, found[1]
 
     def fast(self, other):
-        left = self.type
-        if type(other) is tensor:
-            right, value = other.type, other.handle.data
-        elif _fits(other, left.scalar):
-            right, value = left.scalar, other
-        elif type(other) is int and left.scalar.is_ptr() and _INT64[0] <= other <= _INT64[1]:
-            right, value = tl.int64, np.array([other], dtype=np.int64)
-        else:
+        operand = _operand(other, self)
+        if operand is None:
             return operator(self, other)
-        key = left.name, right.name
+        key = self.type.name, operand[0].name
         if key not in known:
-            known[key] = result_of(left, right)
+            known[key] = result_of(self.type, operand[0])
         found = known[key]
         if found is None:
             return operator(self, other)
         result, compute = found
-        return tensor(handle(compute(self.handle.data, value), result.scalar), result)
+        return tl.tensor(_handle(compute(self.handle.data, operand[1]), result.scalar), result)
 
     return fast
 
@@ -172,7 +171,7 @@ def with_fast_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
         """Return (type of the result, its numpy dtype), or None."""
         if kind.scalar.name not in sources or element.name not in targets:
             return None
-        return _block(element, kind), interpreter._get_np_dtype(element)
+        return _result_type(element, kind), interpreter._get_np_dtype(element)
 
     def fast(tensor, to, rounding=None):
         element, key = to.scalar, (tensor.type.name, to.scalar.name)
@@ -183,7 +182,7 @@ def with_fast_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
         if known[key] is None or rounding is not None:
             return cast(tensor, to, rounding)
         result, np_dtype = known[key]
-        return tl.tensor(handle(tensor.handle.data.astype(np_dtype), element), result)
+        return tl.tensor(_handle(tensor.handle.data.astype(np_dtype), element), result)
 
     return fast
 
@@ -195,28 +194,20 @@ def with_fast_where(where: Callable[..., Any]) -> Callable[..., Any]:
     def result_of(condition, left, right):
         if condition.scalar.name != tl.int1.name or left.scalar.name != right.scalar.name or left.scalar.is_ptr():
             return None
-        return _block(left.scalar, condition, left, right)
+        return _result_type(left.scalar, condition, left, right)
 
     def fast(condition, x, y):
-        one = x if type(x) is tl.tensor else y
-        if type(one) is not tl.tensor:
+        like = x if type(x) is tl.tensor else y
+        operands = [_operand(value, like) for value in (x, y)] if type(like) is tl.tensor else [None]
+        if None in operands:
             return where(condition, x, y)
-        kinds, values = [], []
-        for value in (x, y):
-            if type(value) is tl.tensor:
-                kinds.append(value.type)
-                values.append(value.handle.data)
-            elif _fits(value, one.dtype):
-                kinds.append(one.dtype)
-                values.append(interpreter._get_np_dtype(one.dtype).type(value))
-            else:
-                return where(condition, x, y)
-        key = condition.type.name, kinds[0].name, kinds[1].name
+        (left, one), (right, other) = operands
+        key = condition.type.name, left.name, right.name
         if key not in known:
-            known[key] = result_of(condition.type, *kinds)
+            known[key] = result_of(condition.type, left, right)
         result = known[key]
         if result is None:
             return where(condition, x, y)
-        return tl.tensor(handle(np.where(condition.handle.data, *values), result.scalar), result)
+        return tl.tensor(_handle(np.where(condition.handle.data, one, other), result.scalar), result)
 
     return fast
