@@ -146,8 +146,7 @@ def _default_config(case, part, s):
     """Return the heuristic config. The stages of a whole layer have separate configs; return the gate-up stage's."""
     w = s.w_down if part == "gemm_rs" else s.w_gate_up
     shape = case.shape
-    operator = "moe_gemm_rs" if part == "gemm_rs" else "moe_ag_gemm"
-    return tp_moe_config.default_config(shape.tokens, shape.choices, *w.shape, DTYPE, rank_device(), operator)
+    return tp_moe_config.default_config(shape.tokens, shape.choices, *w.shape, DTYPE, rank_device())
 
 
 def _references(part, sets, add_up):

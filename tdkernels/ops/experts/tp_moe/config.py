@@ -28,7 +28,7 @@ class MoeTpConfig:
             the gradient of ``moe_gemm_rs`` for h. Four times as many programs push then, each with two warps, while
             the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise, and while a trace is
             recorded, the same config runs without it. Results are the same. True is the heuristic default
-            of ``moe_ag_gemm`` for 16-bit operands and more tiles than multiprocessors.
+            for 16-bit operands and more tiles than multiprocessors.
     """
 
     method: str = "fused"
@@ -75,7 +75,6 @@ def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: 
 
 def default_config(
     tokens: int, choices: int, experts: int, n: int, k: int, dtype: torch.dtype, device: torch.device,
-    operator: str = "moe_ag_gemm",
 ) -> MoeTpConfig:
     """Return the heuristic config for weights [E, n, k].
 
@@ -85,11 +84,8 @@ def default_config(
         experts: Number of experts E.
         n: Rows of an expert's weight on this rank.
         k: Columns of an expert's weight on this rank.
-        operator: The operator that multiplies by the weights, "moe_ag_gemm" or "moe_gemm_rs".
     """
     product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device)
     if device.type == "cpu":
         return MoeTpConfig(tiles=product.tiles, num_comm_sms=2, chunk_rows=16)
-    # Not every test of the warp-specialized kernel of moe_gemm_rs has run on GPUs since its last change.
-    is_tested = operator != "moe_gemm_rs"
-    return MoeTpConfig(tiles=product.tiles, warp_specialize=product.warp_specialize and is_tested)
+    return MoeTpConfig(tiles=product.tiles, warp_specialize=product.warp_specialize)

@@ -76,7 +76,7 @@ class MoeTunable(ConfigTunable):
     def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         tokens, *_, experts, choices = problem.shape
         _, n, k = self.weights(problem)[0]
-        config = tp_moe_config.default_config(tokens, choices, experts, n, k, problem.torch_dtype, device, self.name)
+        config = tp_moe_config.default_config(tokens, choices, experts, n, k, problem.torch_dtype, device)
         return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
 
     def _can_specialize(self, problem, device):

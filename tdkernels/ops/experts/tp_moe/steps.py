@@ -64,10 +64,7 @@ def choose_configs(
         second: Weight of the down stage, if the call has one.
     """
     config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
-    each = [
-        None if weight is None else _complete(config, sizes[0], sizes[-1], weight, stage)
-        for weight, stage in ((first, "moe_ag_gemm"), (second, "moe_gemm_rs"))
-    ]
+    each = [None if weight is None else _complete(config, sizes[0], sizes[-1], weight) for weight in (first, second)]
     return Configs(*each, backward)  # type: ignore[call-arg]
 
 
@@ -112,7 +109,7 @@ def config_of_gradient(
             "w": tuple(back.shape), "dtype": str(back.dtype),
         }
         config = select(operator, back, group, (sizes, *fields.values()), lambda: (sizes, "kn", fields)).config
-    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, back, operator)
+    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, back)
 
 
 def routing_of(
@@ -146,13 +143,13 @@ def tp_moe_configs(
     return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields, w_gate_up, w_down)
 
 
-def _complete(config, tokens, choices, w, operator="moe_ag_gemm"):
-    """Return the config with tiles for a GEMM of an operator with w. All ranks together have ``tokens`` tokens."""
+def _complete(config, tokens, choices, w):
+    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
     if is_batch_invariant():
         return tp_moe_config.completed_invariant(config, w.dtype, w.device)
-    default = tp_moe_config.default_config(tokens, choices, *w.shape, w.dtype, w.device, operator)
+    default = tp_moe_config.default_config(tokens, choices, *w.shape, w.dtype, w.device)
     return with_tiles(config, default)
 
 

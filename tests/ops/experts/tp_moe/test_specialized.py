@@ -111,7 +111,6 @@ def fake_hopper(monkeypatch):
 def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
     config = default_config(tokens, choices, experts, n, k, dtype, fake_hopper)
     assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
-    assert not default_config(tokens, choices, experts, n, k, dtype, fake_hopper, "moe_gemm_rs").warp_specialize
 
 
 @pytest.mark.parametrize("operator, layout, hidden, specialized", [
@@ -119,14 +118,10 @@ def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, spec
     ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, False), ("moe_ag_gemm", "none", 8192, True),
 ])
 def test_candidates_of_the_tuner(fake_hopper, monkeypatch, operator, layout, hidden, specialized):
-    """The default and candidates have ``warp_specialize`` only for problems that the kernels support.
-
-    The default of moe_gemm_rs never has it.
-    """
+    """The default and candidates have ``warp_specialize`` only for problems that the kernels support."""
     monkeypatch.setattr(gpu, "has_tma", lambda device: True)
     problem = Problem(operator, "NVIDIA Testing", 2, 2, "bfloat16", layout, (8192, 4096, hidden, 8, 2))
-    by_default = specialized and operator != "moe_gemm_rs"
-    assert tunable(operator).default(problem, fake_hopper).warp_specialize == by_default
+    assert tunable(operator).default(problem, fake_hopper).warp_specialize == specialized
     space = tunable(operator).space(problem, fake_hopper)
     assert any(config.warp_specialize for config in space) == specialized
     assert len({tunable(operator).compiled(config) for config in space if config.tiles == LARGE}) == 1 + specialized
