@@ -73,19 +73,28 @@ def count_ready_by_warp(first_ptr, count, expected):
 
 
 @gluon.jit
+def wait_each(ctx, signal_ptrs, expected, peers, there):
+    """``wait_plan`` by each thread of a partition for its own word, if ``there``. It reads its word in any case.
+
+    peers: the rank that sets the word
+    """
+    _wait_each(ctx, signal_ptrs, expected, peers, there)
+    partition_barrier()  # each thread has acquired from one rank; after the barrier, all threads have from all ranks
+
+
+@gluon.jit
 def wait_for_ranks(ctx, first_ptr, stride, expected, WARPS: gl.constexpr = 2, WITH_OWN: gl.constexpr = True):
     """``wait_plan_all`` in a partition of WARPS warps, at least two."""
     peers = _threads(WARPS)
     is_peer = (peers < num_ranks(ctx)) & (WITH_OWN | (peers != rank(ctx)))
     # A thread without a peer reads a word of this rank: any value satisfies its wait.
     signal_ptrs = first_ptr + gl.where(is_peer, peers, rank(ctx)).to(gl.int64) * stride
-    _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
-    partition_barrier()  # each thread has acquired from one rank; after the barrier, all threads have from all ranks
+    wait_each(ctx, signal_ptrs, expected, peers, is_peer)
 
 
 @gluon.jit
-def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
-    """``notify`` a peer after the stores of ``count`` partitions of two warps, in programs of this rank.
+def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value, WARPS: gl.constexpr):
+    """``notify`` a peer after the stores of ``count`` partitions of WARPS warps, in programs of this rank.
 
     Each of them calls this after its stores, and the last one sets the signal. ``flag_ptr`` is a private word that they
     share, initially zero; the last one resets it. ``value`` is not 0.
@@ -99,7 +108,7 @@ def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value):
         " @last st.release.sys.global.b64 [$4], $5; mov.b32 $0, 0; }",
         "=r,l,l,l,l,l,r,~{memory}",
         [
-            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value), _threads(2),
+            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value), _threads(WARPS),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )

@@ -98,13 +98,10 @@ def moe_ag_gemm_launch(choices, dtype, activation=None, w_is_kn=False, keep=Fals
     """Return (kernel, args, kwargs) for 8 experts and 4 ranks."""
     routing, w, scales, out, numbers, words = _moe_operands(4, 8, choices, dtype, w_is_kn, scaling)
     rows, width = 4 * ROWS * choices, memory_layout(w, activation)[1]
-    made = Launched(
-        torch.empty(rows, width, dtype=out), torch.empty(rows, N, dtype=out) if keep else None,
-        torch.empty(rows, K, dtype=dtype),
-    )
+    made = Launched(torch.empty(rows, width, dtype=out), torch.empty(rows, N, dtype=out) if keep else None)
     routed = numbers, torch.empty(rows, dtype=torch.int32), numbers, numbers
     args, constants = launch_tp_moe.ag_gemm_arguments(
-        words, torch.empty(ROWS, K, dtype=dtype), w, routing, routed, made, words, PLAN, 64, MoeTpConfig(tiles=TILES),
+        words, torch.empty(ROWS, K, dtype=dtype), w, routing, routed, made, PLAN, 64, MoeTpConfig(tiles=TILES),
         activation, scales,
     )
     assert constants["W_IS_KN"] == w_is_kn

@@ -72,6 +72,14 @@ def check_loops(code, part, most=0):
         assert len(re.findall(r"\b(?:LDL|STL)", "\n".join(loop))) <= most
 
 
+def check_gather(code, most_spills=0):
+    """Check the loops that copy 128 bytes of each of 128 rows to shared memory, in a partition of two warps."""
+    copies = r"LDGSTS\.E\.BYPASS\.128"
+    check_loops(code, copies, most_spills)
+    loops = product_loops(code, copies)
+    assert {len(re.findall(copies, "\n".join(loop))) for loop in loops} == {128 * 128 // 16 // 64}
+
+
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
     (8, BF16, False, False), (2, FP16, True, True), pytest.param(4, BF16, False, True, marks=thorough),
     pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
@@ -156,10 +164,8 @@ def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
     pytest.param(8, BF16, "swiglu", False, False, marks=thorough),
 ], ids=str)
 def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
-    code = check(compile_for(*moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep), "sm_90"), [256], 128)
-    # 16 bytes of a thread at a time, which go to a row of each choice.
-    stores = [text for _, text in code if re.search(r"STG\.E\.128", text)]
-    assert len(stores) >= 4 * 8 * choices
+    code = check(compile_for(*moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep), "sm_90"), [256], 32)
+    check_gather(code)
 
 
 @pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted", [
@@ -172,12 +178,15 @@ def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
     check(compile_for(*launch, "sm_90"), [256], 160 if choices == 8 else 128, most_spills=4)
 
 
-@pytest.mark.parametrize("launch, loops, most_spills", [
-    pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4, marks=thorough),
-    (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24),
+@pytest.mark.parametrize("launch, loops, most_spills, gathers", [
+    pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4, True, marks=thorough),
+    (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24, False),
 ], ids=["moe_ag_gemm", "moe_gemm_rs"])
-def test_tp_moe_with_two_accumulators(launch, loops, most_spills):
-    check_loops(check_promoted(compile_for(*launch(), "sm_90"), loops, 192), "GMMA", most_spills)
+def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
+    code = check_promoted(compile_for(*launch(), "sm_90"), loops, 192)
+    check_loops(code, "GMMA", most_spills)
+    if gathers:
+        check_gather(code, most_spills)
 
 
 def test_sums_follow_their_tiles():
@@ -189,14 +198,26 @@ def test_sums_follow_their_tiles():
     assert wait.end() < barrier < count.start() and not re.search("bra|BB", ptx[barrier : count.start()])
 
 
-def test_copied_rows_are_acquired_before_they_are_loaded():
-    """The loads of a tile follow the acquire of the counter of its stage, and a fence of the async proxy."""
+def test_tokens_are_acquired_before_they_are_gathered():
+    """The copies of a tile follow the acquire of its signals, each by one thread, and a barrier."""
     ptx = compile_for(*moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), "sm_90").asm["ptx"]
-    loads = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.3d\.shared", ptx)]
-    (fence,) = (found.start() for found in re.finditer(r"fence\.proxy\.async\.global;", ptx))
-    wait = max(found.start() for found in re.finditer("SPIN:", ptx) if found.start() < fence)
-    assert wait < fence < min(loads)
+    load = ptx.index("cp.async.cg.shared.global")
+    wait = ptx.rindex("SPIN:", 0, load)
+    assert "bar.sync" in ptx[wait:load]
 
+
+@pytest.mark.parametrize("launch", [
+    lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True),
+    pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, scaling="block"), marks=thorough),
+])
+def test_gathered_rows_are_fenced_before_they_are_multiplied(launch):
+    """Threads write them, and tensor cores read them through the async proxy."""
+    ptx = compile_for(*launch(), "sm_90").asm["ptx"]
+    products = [found.start() for found in re.finditer(r"wgmma\.mma_async", ptx)]
+    waits = [ptx.rfind("mbarrier.try_wait", 0, product) for product in products]
+    assert len({*waits}) >= 4 and min(waits) > 0
+    for wait, product in zip(waits, products):
+        assert "fence.proxy.async.shared::cta" in ptx[wait:product]
 
 
 def test_signals_follow_their_tiles():

@@ -215,7 +215,12 @@ def _uniform_registers(text):
 
 
 def product_loops(code, part="GMMA"):
-    """Return the instructions of each innermost loop that contains ``part``, a regular expression; by default wgmma."""
+    """Return the instructions of each innermost loop that contains ``part``, a regular expression; by default wgmma.
+
+    Rare branches lie after the end of the program. A jump back from there closes no loop.
+    """
+    end = max(at for at, text in code if re.search(r"\bEXIT\b", text))
+    code = [(at, text) for at, text in code if at <= end]
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]
     spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}

@@ -3,7 +3,7 @@
 The source of the partitions runs unchanged. Each partition is a thread. One thread runs at a time, and a seed selects
 which one continues after each operation on shared memory. TMA copies are made by threads of their own, as late as the
 seed likes; a product reads its operands when it is waited for. Buffers hold names of their contents instead of numbers,
-which are checked when they are read. A store must be fenced before TMA reads it.
+which are checked when they are read. What a thread stores must be fenced before TMA or the tensor cores read it.
 
 A partition is one thread here, so barriers among the warps of a partition are not checked.
 """
@@ -25,10 +25,17 @@ _CONSTANTS = [
 ]
 
 
-def source_of(partitions):
-    """Return the source of all functions that the partitions of a kernel run."""
-    modules = load, output, promote, multiply, store, partitions
-    return "\n".join(Path(module.__file__).read_text() for module in modules)
+def functions_of(module, *names):
+    """Return the source of functions of a module, without their decorators."""
+    source = Path(module.__file__).read_text()
+    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    return "\n".join(ast.get_source_segment(source, found[name]) for name in names) + "\n"
+
+
+def source_of(*partitions):
+    """Return the source of all functions that the partitions of a kernel run. Later modules replace functions."""
+    modules = load, output, promote, multiply, store, *partitions
+    return "\n".join([functions_of(layout, "await_operands"), *(Path(each.__file__).read_text() for each in modules)])
 
 
 class Stuck(AssertionError):
@@ -118,6 +125,7 @@ class Cell:
 
     def __init__(self, num_bytes=0):
         self.value, self.num_bytes, self.fenced = None, num_bytes, True
+        self.unfenced_for = set()  # partitions that multiply, and have not fenced what threads copied here
 
     def permute(self, order):
         return self
@@ -153,15 +161,18 @@ class Run:
 
     partitions = None
     promotes = False
+    copies_x = False  # whether threads copy the rows of x
 
     def __init__(self, seed, items, steps, source=None):
         self.schedule, self.items, self.steps = Schedule(seed), items, steps
         stages = layout.STAGES.value
-        self.bars = [Barrier(1) for _ in range(stages)] + [Barrier(2) for _ in range(stages)] + [Barrier(2), Barrier(1)]
+        arrivals = 2 if self.copies_x else 1
+        self.bars = [Barrier(count) for count in (arrivals, 2) for _ in range(stages)] + [Barrier(2), Barrier(1)]
         assert (layout.FULL.value, layout.FREE.value) == (0, stages) and layout.OUT_FREE.value == 2 * stages + 1
         cells = lambda count, num_bytes=0: [Cell(num_bytes) for _ in range(count)]  # noqa: E731
         rows, weights = cells(2 * stages, HALF_M * BLOCK_K * 2), [Weight() for _ in range(stages)]
-        self.memory = tuple(map(indexed, (rows, weights, cells(2), cells(layout.ITEM_WORDS.value * stages), cells(1))))
+        buffers = rows, weights, cells(2), cells(layout.ITEM_WORDS.value * stages), cells(1)
+        self.memory = *map(indexed, buffers), self.copies_x
         self.memory[2].dtype = "bf16"
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
@@ -234,7 +245,8 @@ class Run:
         )
         words = layout.ITEM_WORDS.value
         names = {
-            "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function),
+            "gl": gl,
+            "gluon": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function),
             "mbarrier": SimpleNamespace(wait=self._wait, arrive=self._arrive, expect=self._expect),
             "tma": SimpleNamespace(
                 async_copy_global_to_shared=self._load, async_copy_shared_to_global=self._store,
@@ -266,12 +278,15 @@ class Run:
 
     def _arrive(self, bar, count=1, pred=True):
         self.schedule.until()
-        if pred:
+        for _ in range(count if pred else 0):
             bar.arrive()
 
     def _fence(self):
-        part = int(threading.current_thread().name[-1])  # a partition that multiplies fences its own stores
+        """Fence the stores of the partition that runs, and what it has seen of the copies of others."""
+        part = int(threading.current_thread().name[-1])  # it multiplies
         self.memory[2][part].fenced = True
+        for cell in self.memory[0]:
+            cell.unfenced_for.discard(part)
         self.schedule.until()
 
     def _expect(self, bar, num_bytes, pred=True):
@@ -327,6 +342,7 @@ class Run:
         return cell.value
 
     def _multiply(self, x, weight, acc, use_acc, is_async):
+        assert int(threading.current_thread().name[-1]) not in x.unfenced_for, "operands are not fenced"
         return [*(acc if use_acc else ()), (x, weight)]
 
     def _products(self, left, deps):

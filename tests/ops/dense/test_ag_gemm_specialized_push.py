@@ -84,7 +84,7 @@ class Push:
             "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function), "rank": lambda ctx: 1,
             "num_ranks": lambda ctx: self.ranks, "data_at": lambda ctx, half, peer: (peer + 1) * STRIDE,
             "flag_at": lambda ctx, index: index, "signal_at": lambda ctx, half, number: number,
-            "request_by_warps": lambda ctx, queue: self._request(queue), "item_of_warps": lambda answer: answer,
+            "request_by_warps": lambda ctx, queue, warps: self._request(queue), "item_of_warps": lambda answer: answer,
             "notify_if_last_arriver": self._arrive,
         }
         exec(compile(tree, push.__file__, "exec"), names)
@@ -97,7 +97,7 @@ class Push:
         self.items += 1
         return self.items - 1
 
-    def _copy(self, dst, src, row_bytes, rows, num_bytes):
+    def _copy(self, dst, src, row_bytes, rows, num_bytes, warps):
         self.schedule.until()
         peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes
         assert offset == src and row_bytes == self.row_bytes
@@ -105,7 +105,7 @@ class Push:
             self.sent.setdefault((peer, src // row_bytes + row), []).append((src % row_bytes, num_bytes))
         self.schedule.until()
 
-    def _copy_scales(self, dst, src, count):
+    def _copy_scales(self, dst, src, count, warps):
         self.schedule.until()
         peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes - self.scales[1]
         assert offset == src - SCALES and offset % 4 == 0
@@ -113,7 +113,7 @@ class Push:
             self.sent_scales[peer, number] = self.sent_scales.get((peer, number), 0) + 1
         self.schedule.until()
 
-    def _arrive(self, ctx, flag, count, number, peer, value):
+    def _arrive(self, ctx, flag, count, number, peer, value, warps):
         self.schedule.until()
         assert value == SIGNAL and peer != 1
         self.flags[flag] = self.flags.get(flag, 0) + 1
@@ -139,7 +139,7 @@ def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, 
         Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half, scaled=not fixed_half and seed % 2 == 0)()
 
 
-QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1))\n"
+QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1, WARPS))\n"
 MUTANTS = {
     "each program has a fixed share": (
         QUEUE, "        item = program\n", "item = item_of_warps(answer)", "item += num_workers",

@@ -42,8 +42,8 @@ LAST_ARRIVAL = (
     "    if WHICH == 0:\n        mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)\n        write_item(memory[4]",
 )
 BEGIN = (
-    "    stage = _await_stage(bars, turn)\n    write_item(item_word(memory, stage, 0), item, ONE_WARP)\n    for",
-    "    stage = turn % STAGES\n    write_item(item_word(memory, stage, 0), item, ONE_WARP)\n    for",
+    "    stage = await_stage(bars, turn)\n    write_item(item_word(memory, stage, 0), item, LAYOUT)\n    for",
+    "    stage = turn % STAGES\n    write_item(item_word(memory, stage, 0), item, LAYOUT)\n    for",
 )
 OF_ALL = {
     "the last arrival of a partition does not wait": LAST_ARRIVAL,
@@ -97,7 +97,7 @@ ARRIVAL = "    mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
 OF_PROMOTION = {
     "a stage is free when its last product has begun": (PRODUCT + ARRIVAL, ARRIVAL + PRODUCT),
     "a product does not wait for its operands": (
-        "    mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)\n    product", "    product",
+        "    stage = await_operands(memory, bars, turn)\n    product", "    stage = turn % STAGES\n    product",
     ),
     "a half that was kept does not leave": ("    if PASS_KEPT:\n", "    if False:\n"),
     "a half is multiplied twice": ("_product(memory, stage, WHICH, 1)", "_product(memory, stage, WHICH, 0)"),

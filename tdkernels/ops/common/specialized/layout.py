@@ -42,11 +42,11 @@ ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
-def make_barriers():
-    """Return the initialized barriers."""
+def make_barriers(ARRIVALS: gl.constexpr = 1):
+    """Return the initialized barriers. ARRIVALS: number of arrivals at FULL, apart from bytes of TMA"""
     bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(FULL + stage), count=1)
+        mbarrier.init(bars.index(FULL + stage), count=ARRIVALS)
         mbarrier.init(bars.index(FREE + stage), count=2)
     mbarrier.init(bars.index(OUT_FULL), count=2)
     mbarrier.init(bars.index(OUT_FREE), count=1)
@@ -55,7 +55,10 @@ def make_barriers():
 
 
 @gluon.jit
-def make_memory(dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr):
+def make_memory(
+    dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr,
+    COPIES_X: gl.constexpr = False,
+):
     """Return the tuple ``memory`` of all partitions, for dtypes of x and the weight of one size and a 16-bit output.
 
     x       [2 * STAGES, HALF_M, BLOCK_K]: the rows of each partition that multiplies
@@ -63,6 +66,7 @@ def make_memory(dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexp
     out     [2, HALF_M, HALF_N]: half a tile that is being sent or stored
     items   [ITEM_WORDS * STAGES, 1]: the work item that begins with a stage, and its place
     sent    [1, 1]: the work item of ``out``
+    COPIES_X: whether threads copy the rows of x, instead of TMA
     """
     BLOCK_K: gl.constexpr = STEP_BYTES * 8 // dtype.primitive_bitwidth
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=dtype.primitive_bitwidth, rank=2)
@@ -76,7 +80,17 @@ def make_memory(dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexp
     out = gl.allocate_shared_memory(out_dtype, [2, HALF_M, HALF_N], of_out)
     items = gl.allocate_shared_memory(gl.int32, [ITEM_WORDS * STAGES, 1], plain)
     sent = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
-    return x, w, out, items, sent
+    return x, w, out, items, sent, COPIES_X
+
+
+@gluon.jit
+def await_operands(memory, bars, turn):
+    """Wait until the operands of step ``turn`` have arrived, and return its stage."""
+    stage = turn % STAGES
+    mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)
+    if memory[5]:
+        fence_async_shared()  # the tensor cores read through another proxy than the threads that wrote
+    return stage
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from tdkernels.ops.common.specialized.layout import (
 
 
 @gluon.jit
-def _await_stage(bars, turn):
+def await_stage(bars, turn):
     """Wait until the stage of step ``turn`` is free, and return it."""
     stage = turn % STAGES
     mbarrier.wait(bars.index(FREE + stage), ((turn // STAGES) & 1) ^ 1)
@@ -32,7 +32,7 @@ def _await_stage(bars, turn):
 
 
 @gluon.jit
-def _load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
+def load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_needed, W_IS_KN: gl.constexpr):
     """Load the block of the weight for HALF_N columns of the product, into half ``side`` of a stage.
 
     ``row`` and ``col``: position of the block in the weight; ``row`` is along K
@@ -58,12 +58,15 @@ def _expect(full, is_whole, HALF: gl.constexpr):
 
 
 @gluon.jit
-def begin_item(memory, bars, item, place, turn):
-    """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``."""
-    stage = _await_stage(bars, turn)
-    write_item(item_word(memory, stage, 0), item, ONE_WARP)
+def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP):
+    """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``.
+
+    LAYOUT: layout of a vector in the partition that loads
+    """
+    stage = await_stage(bars, turn)
+    write_item(item_word(memory, stage, 0), item, LAYOUT)
     for number in gl.static_range(3):
-        write_item(item_word(memory, stage, 1 + number), place[number], ONE_WARP)
+        write_item(item_word(memory, stage, 1 + number), place[number], LAYOUT)
 
 
 @gluon.jit
@@ -84,7 +87,7 @@ def load_steps(
     has_last_rows = is_whole if HALF == HALF_ROWS else True
     has_last_columns = is_whole if HALF == HALF_COLUMNS else True
     for step in range(first, last):
-        stage = _await_stage(bars, turn)
+        stage = await_stage(bars, turn)
         full = bars.index(FULL + stage)
         k = step * BLOCK_K
         _expect(full, is_whole, HALF)
@@ -92,15 +95,15 @@ def load_steps(
             rows = x.index(2 * stage + part)._reinterpret(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
             is_needed = has_last_rows if part > 0 else True
             tma.async_copy_global_to_shared(x_desc, [plane, row + part * HALF_M, k], full, rows, pred=is_needed)
-        _load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
-        _load_weight(w_desc, above + k, right, full, memory, stage, 1, has_last_columns, W_IS_KN)
+        load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
+        load_weight(w_desc, above + k, right, full, memory, stage, 1, has_last_columns, W_IS_KN)
         turn += 1
     return turn
 
 
 @gluon.jit
-def end_items(memory, bars, turn):
-    """Pass on that there are no more items."""
-    stage = _await_stage(bars, turn)
-    write_item(item_word(memory, stage, 0), NO_ITEM, ONE_WARP)
-    mbarrier.arrive(bars.index(FULL + stage), count=1)
+def end_items(memory, bars, turn, ARRIVALS: gl.constexpr = 1, LAYOUT: gl.constexpr = ONE_WARP):
+    """Pass on that there are no more items. ARRIVALS: as for ``make_barriers``. LAYOUT: as for ``begin_item``"""
+    stage = await_stage(bars, turn)
+    write_item(item_word(memory, stage, 0), NO_ITEM, LAYOUT)
+    mbarrier.arrive(bars.index(FULL + stage), count=ARRIVALS)

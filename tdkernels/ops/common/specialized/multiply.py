@@ -23,6 +23,7 @@ from tdkernels.ops.common.specialized.layout import (
     HALF_ROWS,
     NO_ITEM,
     STAGES,
+    await_operands,
     item_word,
     read_item,
 )
@@ -39,9 +40,8 @@ def _multiply_step(
     Return (HALF_M rows and the first WIDTH columns of the product in fp32, number of steps so far). The product is
     complete after ``warpgroup_mma_wait``.
     """
-    x, w, _, _, _ = memory
-    stage = turn % STAGES
-    mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)
+    x, w, _, _, _, _ = memory
+    stage = await_operands(memory, bars, turn)
     weight = w.index(stage)
     if WIDTH != BLOCK_N:
         weight = weight.slice(0, WIDTH, 1 if W_IS_KN else 0)

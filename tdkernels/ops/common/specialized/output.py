@@ -11,7 +11,7 @@ from tdkernels.ops.common.specialized.layout import NO_ITEM, OUT_FREE, OUT_FULL,
 @gluon.jit
 def pass_on(memory, bars, part, item, number, WHICH: gl.constexpr):
     """Store HALF_M rows of half a tile for the warp that sends or stores it. Return the number of halves so far."""
-    _, _, out, _, sent = memory
+    _, _, out, _, sent, _ = memory
     mbarrier.wait(bars.index(OUT_FREE), (number & 1) ^ 1)
     out.index(WHICH).store(part)
     if WHICH == 0:

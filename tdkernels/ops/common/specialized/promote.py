@@ -13,14 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tdkernels.ops.common.specialized.layout import FP8_LAYOUT, FREE, FULL, HALF_LAYOUT, HALF_M, HALF_N, STAGES
+from tdkernels.ops.common.specialized.layout import FP8_LAYOUT, FREE, HALF_LAYOUT, HALF_M, HALF_N, await_operands
 from tdkernels.ops.common.specialized.output import pass_kept
 
 
 @gluon.jit
 def _product(memory, stage, WHICH: gl.constexpr, side: gl.constexpr):
     """Start to multiply a step of HALF_M rows and HALF_N columns. It is complete after ``warpgroup_mma_wait``."""
-    x, w, _, _, _ = memory
+    x, w, _, _, _, _ = memory
     weight = w.index(stage).slice(side * HALF_N, HALF_N, 0).permute((1, 0))
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, FP8_LAYOUT)
     return warpgroup_mma(x.index(2 * stage + WHICH), weight, nothing, use_acc=False, is_async=True)
@@ -54,8 +54,7 @@ def _step(
     left, right = sums
     of_rows, of_left, of_right = factors
     half, half_item, number = kept
-    stage = turn % STAGES
-    mbarrier.wait(bars.index(FULL + stage), (turn // STAGES) & 1)
+    stage = await_operands(memory, bars, turn)
     product = _product(memory, stage, WHICH, 0)
     if SIDES == 2:
         left = _add(left, warpgroup_mma_wait(0, deps=[product]), of_rows, of_left, FACTORS)

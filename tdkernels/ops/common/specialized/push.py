@@ -1,4 +1,4 @@
-"""Push this rank's shard to all peers, in a partition of two warps of each of several programs."""
+"""Push this rank's shard to all peers, in a partition of one or two warps of each of several programs."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -14,9 +14,9 @@ _PART_BYTES = gl.constexpr(64 << 10)  # that a program pushes at a time
 
 
 @gluon.jit
-def _copy(dst, src, row_bytes, rows, num_bytes):
+def _copy(dst, src, row_bytes, rows, num_bytes, WARPS: gl.constexpr):
     """Copy ``num_bytes`` of each of several rows from one address to another. All sizes are multiples of 16."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
     rows_of_block = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     words_of_row = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, layout))
     num_words, stride = num_bytes // 16 * 2, row_bytes // 16 * 2
@@ -29,9 +29,9 @@ def _copy(dst, src, row_bytes, rows, num_bytes):
 
 
 @gluon.jit
-def _copy_scales(dst, src, count):
+def _copy_scales(dst, src, count, WARPS: gl.constexpr):
     """Copy ``count`` scales from one address to another."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     for first in range(0, count, _SCALES):
         offs = first + gl.arange(0, _SCALES, layout=layout)
         scales = gl.load(pointer_to(src, tl.float32) + offs, mask=offs < count)
@@ -39,7 +39,10 @@ def _copy_scales(dst, src, count):
 
 
 @gluon.jit
-def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr):
+def _push_part(
+    ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
 
     The scales of the chunk go with the first part of its first slice. When a tile loads them, perhaps only that slice
@@ -53,7 +56,7 @@ def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts
     end = gl.minimum(gl.minimum(row + part_rows, (chunk + 1) * chunk_rows), rows)
     begin = row.to(tl.int64) * row_bytes + slice_id * slice_bytes
     dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
-    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes))
+    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes), WARPS)
     if HAS_SIGNAL:
         if scales[0] is not None:
             if (part == 0) & (slice_id == 0):
@@ -61,15 +64,17 @@ def _push_part(ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts
                 first = chunk * chunk_rows
                 skipped = first.to(tl.int64) * per_row * 4
                 place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + offset + skipped
-                _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row)
+                _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row, WARPS)
         flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
         word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
-        # waiter: the peer's load_partition (ag_gemm), or its copy_tokens (moe_ag_gemm)
-        notify_if_last_arriver(ctx, flag, parts, word, peer, signal)
+        # waiter: the peer's load_partition (ag_gemm), or its gather_partition (moe_ag_gemm)
+        notify_if_last_arriver(ctx, flag, parts, word, peer, signal, WARPS)
 
 
 @gluon.jit
-def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr):
+def push_partition(
+    ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr, WARPS: gl.constexpr = 2,
+):
     """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
     A slice of a chunk is pushed to all peers before the next one, so that all peers can multiply it. The parts come
@@ -92,18 +97,18 @@ def push_partition(ctx, x, half, signal, shard, scales, program, num_workers, CO
     # In a void launch, a peer may still read the data of an earlier launch.
     pushes = (program < num_workers) & (signal != 0)
     if pushes:
-        item = item_of_warps(request_by_warps(ctx, 1))
+        item = item_of_warps(request_by_warps(ctx, 1, WARPS))
         while item < num_items:
-            answer = request_by_warps(ctx, 1)
+            answer = request_by_warps(ctx, 1, WARPS)
             rest, part = item // parts, item % parts
             if item < num_pushes:
                 step, rest = 1 + rest % others, rest // others
                 _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True, WARPS
                 )
             elif COPY_OWN:
                 rest -= num_chunks * slices * others
                 _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False
+                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False, WARPS
                 )
             item = item_of_warps(answer)

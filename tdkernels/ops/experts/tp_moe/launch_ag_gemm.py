@@ -12,6 +12,7 @@ from tdkernels.ops.experts.grouped_gemm.launch import product_constants, rows_de
 from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
@@ -60,12 +61,13 @@ class Launched:
     Attributes:
         y: Products [R, ·].
         pre: Input of SwiGLU, or None.
-        rows: Token of each row, [R, K].
+        rows: Token of each row, [R, K]. ``launch`` returns it only with ``gradients``; a warp-specialized kernel does
+            not make it.
     """
 
     y: torch.Tensor
     pre: torch.Tensor | None
-    rows: torch.Tensor
+    rows: torch.Tensor | None = None
 
 
 def _arguments(
@@ -122,7 +124,7 @@ def compile(
         made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
         gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
     if gradients is None and launch_specialized.supports(x, weight_layout(w, activation)[0], activation, config):
-        made = Launched(x.new_empty(1, planes_of(w, activation)[1]), None, made.rows)
+        made = Launched(x.new_empty(1, planes_of(w, activation)[1]), None)
         launch_specialized.compile_ag_gemm(ctx, x, w, routing, routed, made, config, activation)
         return
     args, constants = _arguments(
@@ -151,19 +153,19 @@ def launch(
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
-    done = torch.zeros(launch_specialized.DONE_WORDS, dtype=torch.int64, device=x.device)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
     differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
     key = config, routing.sizes, *differs, None if scales is None else scales.key
-    y, rows, *others = launch_cached(
+    y, *others = launch_cached(
         workspace, key, (x, w, *routed, done, *of_gradient, *gemm_operands.scale_pointers(scales)),
         lambda *of: _prepare(workspace, routing, of, config, *differs[:3], scales),
         lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
     )
     if gradients is not None:
-        gradients.weighted, gradients.dots = others
-        others = ()  # type: ignore[assignment]
-    return Launched(y, others[0] if others else None, rows)
+        gradients.weighted, gradients.dots, rows = others
+        return Launched(y, None, rows)
+    return Launched(y, others[0] if keep and activation else None)
 
 
 def _prepare(workspace, routing, operands, config, activation, keep, gradient, scales):
@@ -173,13 +175,11 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient, s
     _, choices, table, _ = routed
     k, tiles = x.shape[1], config.tiles
     made = _output_specs(x, w, choices.shape[0], activation, keep, scales)
-    gradients, to_make = None, [made.y, made.rows]
+    gradients, to_make = None, [made.y] if made.pre is None else [made.y, made.pre]
     if gradient:
         dots = output_spec(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
         gradients = Gradients(h, weights, output_spec(x, *made.y.shape), dots)
         to_make += [gradients.weighted, dots]
-    elif made.pre is not None:
-        to_make.append(made.pre)
     num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
     fields = {**problem_fields(x, w, routing, activation), "gradient": gradient}
@@ -190,7 +190,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient, s
     )
     if not gradient and launch_specialized.supports(x, w, activation, config, scales):
         args, constants = launch_specialized.ag_gemm_arguments(
-            workspace.ctx, x, w, routing, routed, made, done, plan, launch_specialized.num_pushing(num_comm, x.device),
+            workspace.ctx, x, w, routing, routed, made, plan, launch_specialized.num_pushing(num_comm, x.device),
             config, activation, scales,
         )
         kernel, grid = launch_specialized.ag_gemm_kernel(), launch_specialized.grid(x.device)
@@ -204,4 +204,5 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient, s
     grid = (min(most, gpu.resident_programs(x.device, tiles, x.dtype)),)
     turns = cdiv(routing.num_chunks * (routing.world_size - 1), num_comm) if num_comm else 0
     constants["trace_ptr"] = recorder.buffer(x.device, most, turns, all_run=False)
-    return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])
+    outputs = [*to_make, made.rows]
+    return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, outputs, [workspace.ctx])

@@ -11,7 +11,6 @@ from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
-from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import optional_kernel
@@ -20,13 +19,12 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
-DONE_WORDS = MAX_STAGES.value + 2  # of ``done_ptr`` of moe_ag_gemm: a counter per stage, and two work queues
 _MOST_SLICES = 4  # of moe_gemm_rs, at most MAX_STAGES
 # Steps of K that a program multiplies in a slice, about 25 µs. A large work item takes as long.
 _LEAST_STEPS_FOR_LARGE_ITEMS = 32
 _MOST_RANKS = 64  # threads of the two warps that add
-# Programs that push, per program that pushes in the portable kernel. There all warps of a program push, here two.
-_PUSHING_PER_PORTABLE = 4
+# Programs that push, per program that pushes in the portable kernel. There all warps of a program push, here one.
+_PUSHING_PER_PORTABLE = 8
 
 
 @optional_kernel("moe_ag_gemm: the warp-specialized kernel")
@@ -77,20 +75,18 @@ def grid(device: torch.device) -> tuple[int]:
 
 def ag_gemm_arguments(
     ctx: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", routed: Any, made: Any,
-    done: torch.Tensor, plan: int, num_comm: int, config: Any, activation: str | None, scales: Scales | None = None,
+    plan: int, num_comm: int, config: Any, activation: str | None, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the kernel of moe_ag_gemm.
 
     ``routed`` and ``made`` are those of ``launch_ag_gemm._arguments``.
     """
     layout, (tokens, k) = memory_layout(w, activation), x.shape
-    of_choices, choices, table, begins = routed
-    rows = choices.shape[0]
+    _, choices, table, begins = routed
     args = (
-        ctx, x, made.rows, specialized.rows_descriptor(made.rows, 1, rows, rows * k),
-        grouped_gemm.weight_descriptor(w, layout), *scale_pointers(scales), of_choices, table, begins, done,
-        *grouped_gemm.outputs(made.y, made.pre), tokens, rows, layout[1], k, routing.slot_rows, plan, num_comm,
-        routing.chunk_rows, routing.num_stages, config.tiles.group_m,
+        ctx, x, grouped_gemm.weight_descriptor(w, layout), *scale_pointers(scales), choices, table, begins,
+        *grouped_gemm.outputs(made.y, made.pre), tokens, choices.shape[0], layout[1], k, routing.slot_rows, plan,
+        num_comm, routing.chunk_rows, routing.num_stages, config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
     return args, {"CHOICES": routing.num_choices, "PAIR": layout[0] > w.shape[0], **constants}
@@ -102,7 +98,7 @@ def compile_ag_gemm(
 ) -> None:
     """Compile the kernel of moe_ag_gemm into Triton's cache, without launching it."""
     w = weight_layout(w, activation)[0]
-    args, constants = ag_gemm_arguments(ctx, x, w, routing, routed, made, ctx, 0, 1, config, activation)
+    args, constants = ag_gemm_arguments(ctx, x, w, routing, routed, made, 0, 1, config, activation)
     ag_gemm_kernel().warmup(*args, grid=(1,), **constants)
 
 

@@ -13,18 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 
 from tdkernels.ops.common import gemm_tile
-from tdkernels.ops.common.specialized import load, multiply, output, promote, push, store
+from tdkernels.ops.common.specialized import push
 from tdkernels.ops.experts.grouped_gemm.specialized import partitions
 from tdkernels.ops.experts.tp_moe import kernel_route
-from tdkernels.ops.experts.tp_moe.specialized import add, copy, kernel_ag_gemm, kernel_gemm_rs, tiles
-from tests.ops.dense.specialized_protocol import BLOCK_N, Schedule
+from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, tiles
+from tests.ops.dense import specialized_protocol
+from tests.ops.dense.specialized_protocol import BLOCK_N, Schedule, functions_of
 from tests.support.subset import THOROUGH
 
 SIGNAL, HALF = 7, 1
 SEEDS = 100 if THOROUGH else 8
 STRIDE = 1 << 40  # distance between the addresses of the data of two ranks; rank 0 has the first one
-ROWS_AT = 1 << 60  # address of the rows of all experts
-ROW_OF_CHOICE = 1 << 30  # pointer to the row of each assignment
 TOKENS = 16  # of a work item
 MAX_STAGES, TILE_WORDS = kernel_route.MAX_STAGES.value, kernel_route.TILE_WORDS.value
 
@@ -84,13 +83,6 @@ def source_of(*modules):
     return "\n".join(Path(module.__file__).read_text() for module in modules)
 
 
-def functions_of(module, *names):
-    """Return the source of functions of a module, without their decorators."""
-    source = source_of(module)
-    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    return "\n".join(ast.get_source_segment(source, found[name]) for name in names)
-
-
 def without_types(source):
     """Return the source without conversions of integers and pointers."""
     return re.sub(r"\.to\([gt]l\.(int32|int64|pointer_type\(gl\.int32\))\)", "", source)
@@ -106,7 +98,7 @@ def compiled(source, **names):
         "gluon": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function),
         "gluon_jit": lambda **_: lambda function: function,
         "MAX_STAGES": Constexpr(MAX_STAGES), "TILE_WORDS": Constexpr(TILE_WORDS), "BLOCK_N": BLOCK_N,
-        "BLOCK_TOKENS": TOKENS, "ONE_WARP": None, "ALIGN": 16,
+        "BLOCK_TOKENS": TOKENS, "ONE_WARP": None, "VECTOR": None, "ALIGN": 16, "_WARPS": 2,
     }
     exec(compile(tree, "<partitions>", "exec"), names)
     return names
@@ -114,11 +106,15 @@ def compiled(source, **names):
 
 ROUTE = functions_of(kernel_route, "chunk_at_turn", "first_turn_of", "stage_of_turn")
 SWIZZLE = functions_of(gemm_tile, "swizzle")
-COPY_SOURCE = source_of(push, copy, kernel_ag_gemm) + ROUTE
+PUSH_SOURCE = source_of(push, kernel_ag_gemm) + ROUTE + functions_of(gather, "await_tokens")
+GATHER_SOURCE = functions_of(gather, "_assignments", "_pointers")
 ADD_SOURCE = source_of(add, kernel_gemm_rs) + ROUTE
 # Both kernels have a function ``_load``. ``tiles`` replaces functions of ``partitions`` that have the same name.
-_TILES = source_of(load, output, promote, multiply, store, partitions, tiles) + SWIZZLE + "\n"
-AG_GEMM_SOURCE = _TILES + functions_of(kernel_ag_gemm, "_load")
+_TILES = specialized_protocol.source_of(partitions, tiles) + SWIZZLE
+AG_GEMM_SOURCE = (
+    _TILES.replace(functions_of(tiles, "load_partition"), "") + functions_of(gather, "_load_steps", "gather_partition")
+    + functions_of(kernel_ag_gemm, "_load")
+)
 GEMM_RS_SOURCE = _TILES + functions_of(kernel_gemm_rs, "_load")
 
 
@@ -143,7 +139,7 @@ class FastSchedule(Schedule):
 
 def num_warps():
     """Return the number of warps of the partition that runs."""
-    return 4 if threading.current_thread().name.startswith("multiply") else 2
+    return {"multiply": 4, "push": 1}.get(threading.current_thread().name.split()[0], 2)
 
 
 def code_of_values(source):

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+
 from tdkernels.ops.experts.tp_moe.specialized import tiles
-from tests.ops.dense.specialized_protocol import BLOCK_M, BLOCK_N, HALF_M, HALF_N, indexed
+from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, BLOCK_N, HALF_M, HALF_N, indexed
 from tests.ops.dense.specialized_runs import BLOCK, GroupGemmRun
 from tests.ops.experts.tp_moe.specialized_protocol import (
     AG_GEMM_SOURCE,
@@ -65,7 +67,7 @@ class MoeRun(GroupGemmRun):
         shared = self.memory, indexed(self.bars)
 
         def load():
-            self.load((x, "weight"), *shared, tiles, (self.n, None), SIGNAL, self.steps)
+            self.load(x, *shared, tiles)
 
         def store():
             self.store(*shared, ("y", y), ("pre", pre), tiles, self.n)
@@ -73,7 +75,7 @@ class MoeRun(GroupGemmRun):
 
         return super().threads() | {"load": load, "store": store}
 
-    def load(self, operands, memory, bars, tiles, problem, signal, steps):
+    def load(self, x, memory, bars, tiles):
         raise NotImplementedError
 
     def store(self, memory, bars, y, pre, tiles, n):
@@ -81,20 +83,19 @@ class MoeRun(GroupGemmRun):
 
     def _code(self, source):
         code = super()._code(without_types(source))
-        vars(code["gl"]).update(ARITHMETIC)
+        vars(code["gl"]).update(ARITHMETIC, SliceLayout=lambda *_: None)
         return code
 
     def names(self):
         names = super().names() | {
             "tl": SimpleNamespace(**ARITHMETIC), "MAX_STAGES": MAX_STAGES, "TILE_WORDS": TILE_WORDS,
-            "add_release_by_warps": self._release, "await_copies": self._await_copies,
-            "request_by_warp": self._request, "partition_barrier": lambda: self.schedule.until(),
+            "add_release_by_warps": self._release, "request_by_warp": self._request,
+            "partition_barrier": lambda: self.schedule.until(),
         }
-        del names["_place_of"]  # a function of ``tiles``
         return names
 
     def _request(self, ctx, queue):
-        assert queue == 0, "the other queue has copies or sums"
+        assert queue == 0, "the other queue has pushes or sums"
 
     def _item(self, answer):
         """Return the next work item. Other programs may have fetched some."""
@@ -103,23 +104,17 @@ class MoeRun(GroupGemmRun):
             self.fetched.append(self.next_item - 1)
         return self.next_item - 1
 
-    def _begin_item(self, memory, bars, item, place, turn):
+    def _begin_item(self, memory, bars, item, place, turn, layout=1):
         number = item // 2
         assert item % 2 == (self.ends[number] <= HALF_M) and place == self.place_of_item(number)
         assert number not in self.taken, "a tile is computed twice"
         self.taken.append(number)
         self.loading = number
-        self.begin_item(memory, bars, item, place, turn)
+        self.begin_item(memory, bars, item, place, turn, layout)
 
     def place_of_item(self, item):
         expert, row, _ = self.table[item // self.tiles_n]
         return row, item % self.tiles_n, expert
-
-    def _await_copies(self, ctx, stage, ready, waits):
-        raise NotImplementedError
-
-    def check_loads(self, tile):
-        """Check that rows of a tile can be loaded."""
 
     def _load(self, desc, at, bar, cell, pred=True):
         number = self.loading
@@ -134,8 +129,6 @@ class MoeRun(GroupGemmRun):
         else:
             plane, first, k = at
             assert plane == 0 and first in (row, row + HALF_M), "loads rows of another tile"
-            if pred:
-                self.check_loads(number // self.tiles_n)
             at = 0, number * BLOCK_M + first - row, k
         super()._load(desc, at, bar, cell, pred)
 
@@ -181,37 +174,106 @@ class MoeRun(GroupGemmRun):
 
 
 class MoeAgGemmRun(MoeRun):
-    """A program of ``moe_ag_gemm_specialized_kernel``. The rows of the stages are copied in random order."""
+    """A program of ``moe_ag_gemm_specialized_kernel``. The tokens of the stages arrive in random order.
+
+    The rows of a tile are known by (the tile's first row, number of its rows, which half of them).
+    """
+
+    copies_x = True
 
     def __init__(self, seed, num_tiles, tiles_n, steps, activation, source=None, promotes=False):
-        self.copied = set()  # stages
+        self.arrived = set()  # stages
+        self.unfinished_copies = set()
         super().__init__(seed, num_tiles, tiles_n, steps, activation, source or AG_GEMM_SOURCE, promotes)
+        self.memory[0].dtype, self.memory[0].shape = SimpleNamespace(primitive_bitwidth=16), (8, HALF_M, BLOCK_K)
+        self.k = steps * BLOCK_K - self.schedule.random.choice([0, 8, BLOCK_K - 8])
 
     def threads(self):
-        def copy_rows():
+        def arrive():
             stages = list(range(MAX_STAGES))
             self.schedule.random.shuffle(stages)
             for stage in stages:
                 self.schedule.until()
-                self.copied.add(stage)
+                self.arrived.add(stage)
 
-        return super().threads() | {"copies": copy_rows}
+        return super().threads() | {"tokens": arrive}
 
-    def load(self, operands, memory, bars, tiles, problem, signal, steps):
-        self.code["_load"](None, operands, memory, bars, tiles, problem, signal, steps, "waits", self.is_pair, False)
+    def names(self):
+        return super().names() | {
+            "await_tokens": self._await_tokens, "_pointers": self._pointers, "_layout": lambda bits: None,
+            "_assignments": lambda ptr, row, count, me, sizes, choices: ((row, count, 0), (row, count, 1)),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._arrive_after_copies
+            ),
+            "request_by_warps": lambda ctx, queue, warps: self._request(ctx, queue), "item_of_warps": self._item,
+            "ARRIVALS": 2, "VECTOR": 2, "_WARPS": 2,
+        }
+
+    def load(self, x, memory, bars, tiles):
+        waits = "half", SIGNAL, "sizes", "me"
+        self.x = x
+        self.code["_load"](
+            None, ("places", "choices"), "weight", memory, bars, tiles, (self.n, self.k), self.steps, waits, 2,
+            self.is_pair, False,
+        )
 
     def store(self, memory, bars, y, pre, tiles, n):
         self.code["store_partition"](
-            memory, bars, y, pre, tiles, n, 0, 1, self.is_pair, self.activation == "keep", False
+            memory, bars, y, pre, tiles, n, None, 1, self.is_pair, self.activation == "keep", False
         )
 
-    def _await_copies(self, ctx, stage, ready, waits):
-        assert waits == "waits"
-        self.schedule.until(lambda: self.copied >= set(range(ready, stage + 1)))
+    def _await_tokens(self, ctx, stage, ready, waits):
+        assert waits == ("half", SIGNAL, "sizes", "me")
+        self.schedule.until(lambda: self.arrived >= set(range(ready, stage + 1)))
         return max(ready, stage + 1)
 
-    def check_loads(self, tile):
-        assert self.copied >= set(range(self.stages[tile] + 1)), "rows are loaded before they are copied"
+    def _pointers(self, assignments, places, sizes, me, dtype, choices):
+        assert (places, sizes, me, choices) == ("places", "sizes", "me", 2)
+        return _Rows(*assignments)
+
+    def _copy_rows(self, cell, rows, mask):
+        """Copy rows as late as the seed likes."""
+        number = self.loading
+        tile = number // self.tiles_n
+        _, row, count = self.table[tile]
+        assert (rows.row, rows.count) == (row, count), "loads rows of another tile"
+        assert rows.part == 0 or count > HALF_M, "loads rows of no expert"
+        assert self.arrived >= set(range(self.stages[tile] + 1)), "rows are loaded before they arrive"
+        assert (mask == (rows.k + np.arange(BLOCK_K) < self.k)).all(), "loads columns of no row"
+        copy = object()
+        self.unfinished_copies.add(copy)
+
+        def finish():
+            cell.value = (self.x, 0, number * BLOCK_M + rows.part * HALF_M, rows.k)
+            cell.unfenced_for = {0, 1}
+            self.unfinished_copies.discard(copy)
+
+        self.loads.append(finish)
+        self.schedule.until()
+
+    def _arrive_after_copies(self, bar, increment_count):
+        """Arrive when all copies so far are finished."""
+        assert not increment_count
+        copies = set(self.unfinished_copies)
+
+        def arrive():
+            if copies & self.unfinished_copies:
+                self.loads.append(arrive)
+            else:
+                bar.arrive()
+
+        self.loads.append(arrive)
+        self.schedule.until()
+
+
+class _Rows:
+    """Pointers to half of the rows of a tile, from column ``k`` on."""
+
+    def __init__(self, row, count, part, k=0):
+        self.row, self.count, self.part, self.k = row, count, part, k
+
+    def __add__(self, k):
+        return _Rows(self.row, self.count, self.part, self.k + k)
 
 
 class MoeGemmRsRun(MoeRun):
@@ -226,9 +288,9 @@ class MoeGemmRsRun(MoeRun):
         super().__call__()
         assert sorted(self.counted) == sorted(self.taken)
 
-    def load(self, operands, memory, bars, tiles, problem, signal, steps):
-        slices = self.num_tiles, self.slice_columns
-        self.code["_load"](None, operands, memory, bars, tiles, problem, signal, steps, slices, False)
+    def load(self, x, memory, bars, tiles):
+        slices, problem = (self.num_tiles, self.slice_columns), (self.n, None)
+        self.code["_load"](None, (x, "weight"), memory, bars, tiles, problem, SIGNAL, self.steps, slices, False)
 
     def store(self, memory, bars, y, pre, tiles, n):
         self.code["store_partition"](memory, bars, y, y, tiles, n, 0, self.slice_columns, False, False, True)

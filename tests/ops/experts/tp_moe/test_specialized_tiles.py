@@ -27,10 +27,10 @@ def _check_places(num_tiles, tiles_n, group_m, begins, order, place, code, past=
     table = _table(num_tiles)
     words = Pointer([word for entry in table for word in (*entry, *[-1] * (TILE_WORDS - 3))])
     tiles = words, Pointer(begins), tiles_n, group_m
-    order = code["ends_of_stages"](tiles) if order is None else order
+    order = code["ends_of_stages"](tiles, None) if order is None else order
     num_items, found = num_tiles * tiles_n, []
     for item in range(num_items + past):
-        stage, number, column, *entry = code["_place_of"](item, num_items, order, tiles, code[place])
+        stage, number, column, *entry = code["place_of"](item, num_items, order, tiles, code[place])
         if item < num_items:
             assert number % tiles_n == column and tuple(entry) == table[number // tiles_n]
             found.append((int(stage), number))
@@ -122,44 +122,75 @@ def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, slice_columns, prom
         MoeGemmRsRun(seed, num_tiles, tiles_n, steps, slice_columns, promotes=promotes)()
 
 
-PLACE = "        stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)\n"
-NEXT_FUNCTION = "\n\n\n@gluon.jit\ndef store_partition("  # of ``tiles``
-TILE_MUTANTS = {
-    "both halves of the rows are loaded": (
-        "        is_whole = count > HALF_M\n", "        is_whole = count >= HALF_M\n",
-    ),
-    "a half with one row is not loaded": (
-        "        is_whole = count > HALF_M\n", "        is_whole = count > HALF_M + 1\n",
-    ),
-    "halves are multiplied as whole tiles": ("2 * number + gl.where(is_whole, 0, 1)", "2 * number"),
-    "a tile has the place of the one before": (
-        "        item = item_of_warp(answer)\n" + PLACE, PLACE + "        item = item_of_warp(answer)\n",
-    ),
-    "the place of a tile is not computed": (
-        "        item = item_of_warp(answer)\n" + PLACE, "        item = item_of_warp(answer)\n",
-    ),
-    "steps are loaded twice": ("turn, late, steps, HALF_ROWS", "turn, early, steps, HALF_ROWS"),
-    "steps are not loaded": ("turn, early, late, HALF_ROWS", "turn, late, late, HALF_ROWS"),
-    "the end of the items is not passed on": (
-        "    end_items(memory, bars, turn)" + NEXT_FUNCTION, "    pass" + NEXT_FUNCTION,
-    ),
+def _mutants_of_loads(item, place, last, first, end):
+    """Return mutants of a partition that loads tiles.
+
+    item, place: the lines that get the next work item, and its place
+    last, first: the arguments that end the last steps of a tile, and those before
+    end: the line that passes on the end of the items
+    """
+    return {
+        "both halves of the rows are loaded": (
+            "        is_whole = count > HALF_M\n", "        is_whole = count >= HALF_M\n",
+        ),
+        "a half with one row is not loaded": (
+            "        is_whole = count > HALF_M\n", "        is_whole = count > HALF_M + 1\n",
+        ),
+        "halves are multiplied as whole tiles": ("2 * number + gl.where(is_whole, 0, 1)", "2 * number"),
+        "a tile has the place of the one before": (item + place, place + item),
+        "the place of a tile is not computed": (item + place, item),
+        "steps are loaded twice": (f"turn, late, {last}", f"turn, early, {last}"),
+        "steps are not loaded": (f"turn, early, {first}", f"turn, late, {first}"),
+        "the end of the items is not passed on": (end, end.replace("end_items(", "(")),
+    }
+
+
+STORE_MUTANTS = {
     "rows of the next tile are stored by TMA": ("row + BLOCK_M <= end", "row + HALF_M <= end"),
     "rows of the next tile are stored": ("end = row + gl.load(entry + 2)", "end = row + BLOCK_M"),
     "a tile is stored at the rows of the first one": (
         "entry = table_ptr + number // tiles_n * TILE_WORDS", "entry = table_ptr",
     ),
     "a tile is stored at the first columns": ("pid_n = number % tiles_n", "pid_n = 0"),
-    "tiles come from the other queue": ("answer = request_by_warp(ctx, 0)", "answer = request_by_warp(ctx, 1)"),
     "a half is free before it has been read": ("        tma.store_wait(0)\n", ""),
 }
-AWAIT = "            ready = AWAIT(ctx, stage, ready, waits)\n"
-AG_GEMM_MUTANTS = {
-    "rows are not awaited": (AWAIT, "            pass\n"),
-    "rows of the stage before are awaited": (AWAIT, "            ready = AWAIT(ctx, stage - 1, ready, waits)\n"),
-    "rows of one stage too few are awaited": (AWAIT, "            ready = AWAIT(ctx, stage, ready + 1, waits)\n"),
+AWAIT = "        ready = await_tokens(ctx, stage, ready, waits)\n"
+NEXT_ASSIGNMENTS = (
+    "        low, high = _assignments(choices_ptr, row, count, me, sizes, CHOICES)\n"
+    "        turn = _load_steps(w_desc, rows, K, memory, bars, block, is_whole, turn, late"
+)
+AG_GEMM_MUTANTS = STORE_MUTANTS | _mutants_of_loads(
+    "        item = item_of_warps(answer)\n",
+    "        stage, number, pid_n, expert, row, count = place_of(item, num_items, ends, tiles, place_by_stage)\n",
+    "steps, W_IS_KN", "late, W_IS_KN", "    end_items(memory, bars, turn, ARRIVALS, VECTOR)\n",
+) | {
+    "tiles come from the other queue": (
+        "answer = request_by_warps(ctx, 0, _WARPS)", "answer = request_by_warps(ctx, 1, _WARPS)",
+    ),
+    "tokens are not awaited": (AWAIT, ""),
+    "tokens of the stage before are awaited": (AWAIT, AWAIT.replace("stage,", "stage - 1,")),
+    "tokens of one stage too few are awaited": (AWAIT, AWAIT.replace("ready, waits", "ready + 1, waits")),
+    "a tile has the rows of the one before": (NEXT_ASSIGNMENTS, NEXT_ASSIGNMENTS.split("\n")[1]),
+    "both halves have the first rows": ("_pointers(high, places", "_pointers(low, places"),
+    "copies are not fenced": ("    if memory[5]:\n", "    if False:\n"),
+    "copies are not awaited": (
+        "        async_copy.mbarrier_arrive(full, increment_count=False)\n", "        mbarrier.arrive(full, count=1)\n",
+    ),
+    "the last half is always loaded": ("        if is_whole:\n", "        if True:\n"),
+    "columns past the last one are loaded": ("inside = (k + columns < K)[None, :]", "inside = (k + columns >= 0)"),
+    "each step loads the first columns": ("rows[1] + k, mask", "rows[1], mask"),
+    "a half goes to the buffer of the other one": (
+        "x.index(2 * stage + 1), rows[1]", "x.index(2 * stage), rows[1]",
+    ),
 }
+RS_MUTANTS_OF_LOADS = _mutants_of_loads(
+    "        item = item_of_warp(answer)\n",
+    "        _, number, pid_n, expert, row, count = place_of(item, num_items, slices, tiles, place_by_slice)\n",
+    "steps, HALF_ROWS", "late, HALF_ROWS", "    end_items(memory, bars, turn)\n\n\n@gluon.jit\ndef store_partition(",
+)
 COUNT = "            await_tma_stores()\n            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)"
-GEMM_RS_MUTANTS = {
+GEMM_RS_MUTANTS = STORE_MUTANTS | RS_MUTANTS_OF_LOADS | {
+    "tiles come from the other queue": ("answer = request_by_warp(ctx, 0)", "answer = request_by_warp(ctx, 1)"),
     "stores are not awaited": (COUNT, COUNT.replace("            await_tma_stores()\n", "")),
     "a tile is counted when TMA has read it": (COUNT, COUNT.replace("await_tma_stores()", "tma.store_wait(0)")),
     "a tile is counted before its stores are awaited": (
@@ -171,11 +202,11 @@ GEMM_RS_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", TILE_MUTANTS | AG_GEMM_MUTANTS)
+@pytest.mark.parametrize("mutant", AG_GEMM_MUTANTS)
 @pytest.mark.parametrize("activation", [None, "keep"])
 def test_errors_in_moe_ag_gemm_are_found(mutant, activation):
-    changes = (TILE_MUTANTS | AG_GEMM_MUTANTS)[mutant]
-    check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 10, activation, source), AG_GEMM_SOURCE, changes)
+    run = lambda seed, source: MoeAgGemmRun(seed, 4, 2, 10, activation, source)  # noqa: E731
+    check_found(run, AG_GEMM_SOURCE, AG_GEMM_MUTANTS[mutant])
 
 
 def test_columns_of_up_that_are_stored_with_those_of_gate_are_found():
@@ -184,7 +215,7 @@ def test_columns_of_up_that_are_stored_with_those_of_gate_are_found():
     check_found(lambda seed, source: MoeAgGemmRun(seed, 4, 2, 2, "keep", source), AG_GEMM_SOURCE, changes)
 
 
-@pytest.mark.parametrize("mutant", TILE_MUTANTS | GEMM_RS_MUTANTS)
+@pytest.mark.parametrize("mutant", GEMM_RS_MUTANTS)
 def test_errors_in_moe_gemm_rs_are_found(mutant):
-    changes = (TILE_MUTANTS | GEMM_RS_MUTANTS)[mutant]
-    check_found(lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, 2, source), GEMM_RS_SOURCE, changes)
+    run = lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, 2, source)  # noqa: E731
+    check_found(run, GEMM_RS_SOURCE, GEMM_RS_MUTANTS[mutant])

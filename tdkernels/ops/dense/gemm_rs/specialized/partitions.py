@@ -84,7 +84,7 @@ def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.
 
     descs: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N]
     """
-    _, _, out, _, sent = memory
+    _, _, out, _, sent, _ = memory
     mbarrier.wait(bars.index(OUT_FULL), 0)
     item = read_item(sent.index(0), ONE_WARP)
     while item != NO_ITEM:

@@ -37,16 +37,14 @@ from tdkernels.ops.common.specialized.layout import (
 from tdkernels.ops.experts.grouped_gemm.specialized.multiply import multiply_experts
 from tdkernels.ops.experts.tp_moe.kernel_route import BY_EXPERT, MAX_STAGES
 from tdkernels.ops.experts.tp_moe.specialized.add import add_partition
-from tdkernels.ops.experts.tp_moe.specialized.tiles import load_partition, place_by_slice, store_partition
+from tdkernels.ops.experts.tp_moe.specialized.tiles import load_partition, store_partition
 
 
 @gluon.jit
 def _load(ctx, operands, memory, bars, tiles, problem, signal, steps, slices, W_IS_KN: gl.constexpr):
     """Load the tiles of each slice."""
     num_items = gl.where(signal == 0, 0, slices[0] * tiles[2])
-    load_partition(
-        ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, 0, place_by_slice, None, False, W_IS_KN
-    )
+    load_partition(ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, W_IS_KN)
 
 
 @gluon.jit

@@ -57,18 +57,18 @@ def place_by_slice(item, slices, tiles):
 
 
 @gluon.jit
-def ends_of_stages(tiles):
-    """Return the number of work items up to the end of each stage, int32 [32], in a partition of one warp.
+def ends_of_stages(tiles, LAYOUT: gl.constexpr):
+    """Return the number of work items up to the end of each stage, int32 [32], in a layout.
 
     The last stages may be empty. Values from MAX_STAGES - 1 on are equal.
     """
     _, begins_ptr, tiles_n, _ = tiles
-    stages = gl.arange(0, 32, layout=ONE_WARP)
+    stages = gl.arange(0, 32, layout=LAYOUT)
     return gl.load(begins_ptr + 1 + gl.minimum(stages, MAX_STAGES - 1)) * tiles_n
 
 
 @gluon.jit
-def _place_of(item, num_items, order, tiles, PLACE: gl.constexpr):
+def place_of(item, num_items, order, tiles, PLACE: gl.constexpr):
     """Return (stage, number, tile column, expert, first row, number of rows) of the tile of a work item.
 
     ``item`` may be past the last one. Its place is not used.
@@ -82,34 +82,28 @@ def _place_of(item, num_items, order, tiles, PLACE: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, tiles, problem, num_items, order, steps, waits, PLACE: gl.constexpr,
-    AWAIT: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
+    ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, W_IS_KN: gl.constexpr,
 ):
-    """Fetch tiles, wait for their rows, and load their operands.
+    """Fetch tiles of moe_gemm_rs, and load their operands.
 
     operands: descriptors of the rows [1, R, K] and of the weight, as for ``group_gemm_specialized_kernel``
-    PLACE: ``place_by_stage`` or ``place_by_slice``, with ``order``
-    AWAIT: None, or (ctx, stage, number of stages whose rows are there, ``waits``) -> this number, at least stage + 1
 
     The next tile is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
     before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     turn = 0
-    ready = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)
+    _, number, pid_n, expert, row, count = place_of(item, num_items, slices, tiles, place_by_slice)
     while item < num_items:
         is_whole = count > HALF_M
-        if AWAIT is not None:
-            ready = AWAIT(ctx, stage, ready, waits)
         begin_item(memory, bars, 2 * number + gl.where(is_whole, 0, 1), (row, pid_n, expert), turn)
-        block = block_of_tile(row, expert, pid_n, problem[0], problem[1], PAIR, W_IS_KN)
+        block = block_of_tile(row, expert, pid_n, problem[0], problem[1], False, W_IS_KN)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, 0, early, HALF_ROWS, W_IS_KN)
         answer = request_by_warp(ctx, 0)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, early, late, HALF_ROWS, W_IS_KN)
         item = item_of_warp(answer)
-        stage, number, pid_n, expert, row, count = _place_of(item, num_items, order, tiles, PLACE)
+        _, number, pid_n, expert, row, count = place_of(item, num_items, slices, tiles, place_by_slice)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, late, steps, HALF_ROWS, W_IS_KN)
     end_items(memory, bars, turn)
 
