@@ -44,7 +44,7 @@ class GatherRun:
         sizes = (
             self.rows, self.row_bytes, self.slot_bytes, self.chunk_rows, self.num_chunks, self.ranks, self.stages
         )
-        shard, threads = (None, 0, HALF, SIGNAL, self.row_bytes, sizes), {"peers": self._arrive}
+        shard, threads = (None, 0, HALF, SIGNAL, sizes), {"peers": self._arrive}
         for program in range(started):
             threads[f"push of {program}"] = partial(self.code["_push"], shard, program, self.num_comm)
             threads[f"load of {program}"] = partial(self._load, (HALF, SIGNAL, sizes, self.me))

@@ -32,6 +32,10 @@ def _layout(bits):
     return gl.BlockedLayout([1, elements], [32 // threads, threads], [_WARPS.value, 1], [1, 0])
 
 
+# ``sizes`` of all functions: (tokens of a rank, bytes of a row, bytes of a slot, tokens of a chunk, chunks of a rank,
+# ranks, stages)
+
+
 @gluon.jit
 def await_tokens(ctx, stage, ready, waits):
     """Wait until the tokens of all stages up to ``stage`` have arrived. Return the number of these stages.

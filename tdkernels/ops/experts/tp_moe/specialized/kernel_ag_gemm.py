@@ -42,10 +42,10 @@ from tdkernels.ops.experts.tp_moe.specialized.tiles import ends_of_stages, store
 def _push(shard, program, num_comm):
     """Push this rank's tokens if this is one of the first ``num_comm`` programs.
 
-    shard: (ctx, address of the tokens, half, signal, bytes of a row, ``sizes``)
+    shard: (ctx, address of the tokens, half, signal, ``sizes``)
     """
-    ctx, x_at, half, signal, row_bytes, sizes = shard
-    M_shard, _, slot_bytes, chunk_rows, num_chunks, _, _ = sizes
+    ctx, x_at, half, signal, sizes = shard
+    M_shard, row_bytes, slot_bytes, chunk_rows, num_chunks, _, _ = sizes
     shard = M_shard, row_bytes, gl.minimum(chunk_rows, M_shard), row_bytes, 1, num_chunks, slot_bytes
     if num_comm > 0:
         push_partition(ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1)
@@ -75,6 +75,7 @@ def moe_ag_gemm_specialized_kernel(
 ):
     """Compute y as ``moe_ag_gemm_kernel`` does, without the results for gradients.
 
+    choices_ptr: int32 [R], the assignment of each row; a token has CHOICES assignments, see ``kernel_route``
     w_desc, y_ptr to pre_desc, PAIR to PROMOTE: as for ``group_gemm_specialized_kernel``
     num_comm: number of programs that push, 0 for one rank
     """
@@ -103,7 +104,7 @@ def moe_ag_gemm_specialized_kernel(
             (multiply_experts, (memory, bars, steps, epilogue, 0, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
             (multiply_experts, (memory, bars, steps, epilogue, 1, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
             (_load, (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, CHOICES, PAIR, W_IS_KN)),
-            (_push, ((ctx, x_at, half, signal, row_bytes, sizes), gl.program_id(0), num_comm)),
+            (_push, ((ctx, x_at, half, signal, sizes), gl.program_id(0), num_comm)),
             (store_partition, (memory, bars, y, pre, tiles, N, None, 1, PAIR, KEEP, False)),
         ],
         WARPS.value,
