@@ -488,7 +488,9 @@ def test_too_few_gpus_skips_without_counting(monkeypatch):
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
     (tmp_path / "tests" / "support").mkdir(parents=True)
-    support = ("__init__", "forked_ranks", "host_collectives", "ranks", "sharing", "simulated_nodes", "subset")
+    support = (
+        "__init__", "forked_ranks", "host_collectives", "ranks", "selection", "sharing", "simulated_nodes", "subset",
+    )
     for name in ("__init__", "conftest", *(f"support/{name}" for name in support)):
         shutil.copy(REPO / "tests" / f"{name}.py", tmp_path / "tests" / f"{name}.py")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.subset import at_once, each_value, pairs, turns
+from tests.support.subset import at_once, each_value, joined, pairs, turns
 
 AXES = [[1, 2, 3, 4], ["a", "b", "c"], [None, {}, []], [5, 6]]
 
@@ -32,6 +32,25 @@ def test_each_value_is_chosen():
         assert {one[name] for one in chosen} == {one[name] for one in combinations}
     assert each_value([{"a": 1}, {"a": 2}, {"a": 3}]) == [0, 1, 2]
     assert each_value([{}]) == [0] and each_value([]) == []
+
+
+def test_values_meet_different_values():
+    combinations = [{"operator": operator, "check": check} for operator, check in itertools.product("abc", range(6))]
+    operators = [combinations[i]["operator"] for i in each_value(combinations)]
+    assert sorted(operators) == list("aabbcc")
+
+
+def test_dependent_names_are_joined():
+    configs = [("ag_gemm", "push"), ("ag_gemm", "one shot"), ("gemm_rs", "direct")]
+    combinations = [
+        {"ranks": ranks, "operator": operator, "config": config}
+        for ranks, (operator, config) in itertools.product([1, 2], configs)
+    ]
+    assert {tuple(one) for one in joined(combinations)} == {(("ranks",), ("operator", "config"))}
+    assert {one["operator", "config"] for one in joined(combinations)} == set(configs)
+    assert len(each_value(joined(combinations))) == 3
+    assert len(each_value(joined(combinations, together=("ranks", "operator")))) == 6
+    assert joined([]) == [] and joined([{}]) == [{}]
 
 
 def test_turns():
