@@ -10,9 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import triton
 from triton import knobs
-from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -25,6 +23,7 @@ from tdkernels.lang.gluon_kernel import GluonKernel
 from tdkernels.lang.kernel import Kernel, with_constexpr_fields
 from tdkernels.symm.topology import Topology
 from tests.support import kernel_digests
+from tests.support.stages import Compilation
 from tests.support.subset import THOROUGH
 
 TARGETS = {
@@ -47,14 +46,36 @@ PLAN = 3  # the plan id of all launches
 
 
 def compile_for(kernel, args, kwargs, arch):
-    """Compile the kernel (``.asm``, ``.metadata``) of a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
+    """Compile the kernel (``.asm``, ``.metadata``) of a launch ``kernel[grid](*args, **kwargs)`` on ``arch``.
+
+    It is compiled to LLVM IR, and to machine code if a test reads that, if it is the first launch of this kernel for
+    ``arch``, or if it contains inline assembly that no earlier kernel contained: only the assembler parses that.
+    """
     options, *specialization = specialised(kernel, args, kwargs, arch)
     source = (GluonASTSource if isinstance(kernel, GluonKernel) else ASTSource)(kernel, *specialization)
     if _stops_early:
-        return _lowered(source, TARGETS[arch], options)
-    compiled = triton.compile(source, target=TARGETS[arch], options=options)
-    kernel_digests.record(kernel, arch, compiled)
+        lowered = Compilation(source, TARGETS[arch], options).run("ttgir")
+        return SimpleNamespace(asm={"ttgir": lowered}, metadata=SimpleNamespace(shared=0))
+    key = source.hash(), arch, str(sorted(options.items(), key=str))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = Compilation(source, TARGETS[arch], options)
+    if THOROUGH or kernel_digests.is_recording() or _is_new(kernel, arch, compiled):
+        compiled.run()
+        kernel_digests.record(kernel, arch, compiled)
     return compiled
+
+
+_compiled = RecentCache(16)  # several tests of a module read the same kernel
+_assembled = set()  # (kernel, arch) and (inline assembly, arch) that have been compiled to machine code
+
+
+def _is_new(kernel, arch, compiled):
+    """Return whether a launch must be compiled to machine code; the next one like it need not."""
+    parts = {(part, arch) for part in (kernel, *compiled.inline_assembly())}
+    is_new = not parts <= _assembled
+    _assembled.update(parts)
+    return is_new
 
 
 _stops_early = False
@@ -65,8 +86,8 @@ def without_machine_code(condition=True):
     """Within a ``with`` block, compile kernels to Triton's GPU dialect (``.asm["ttgir"]``), if ``condition``.
 
     It takes a third of the time. For arguments that change only the code before that, such as sizes of 1: Triton
-    specializes them to constants. The shared memory that a kernel needs is unknown. With TDKERNELS_TEST_THOROUGH the
-    kernels are compiled to machine code.
+    specializes them to constants. The shared memory that a kernel needs is unknown. With TDKERNELS_TEST_THOROUGH
+    the kernels are compiled to machine code.
     """
     global _stops_early
     before, _stops_early = _stops_early, condition and not THOROUGH
@@ -74,25 +95,6 @@ def without_machine_code(condition=True):
         yield
     finally:
         _stops_early = before
-
-
-def _lowered(source, target, options):
-    """Do the first stages of ``triton.compile``, without its cache."""
-    backend = make_backend(target)
-    options = backend.parse_options(options)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(target, options, functions, modules, context)
-    stages, metadata = {}, {"target": target, **options.__dict__}
-    backend.add_stages(stages, options, source.language)
-    assert "ttgir" in stages
-    for name, stage in stages.items():
-        module = stage(module, metadata)
-        if name == "ttgir":
-            break
-    return SimpleNamespace(asm={"ttgir": str(module)}, metadata=SimpleNamespace(shared=0))
 
 
 def specialised(kernel, args, kwargs, arch):

@@ -18,6 +18,10 @@ from pathlib import Path
 _VARIABLE = "TDKERNELS_KERNEL_DIGESTS"
 
 
+def is_recording():
+    return _VARIABLE in os.environ
+
+
 def record(kernel, arch, compiled):
     """Append the digest of a compiled kernel to the file named by the environment variable, if it is set."""
     path = os.environ.get(_VARIABLE)
