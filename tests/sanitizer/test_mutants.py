@@ -52,7 +52,7 @@ def run_calls(variant, number, backward):
     case = Case(operator, torch.float32, *shape, exact=True)
     for _ in range(number):
         if backward:
-            case.run(config=config_for(case, **changes))
+            case.run(True, config=config_for(case, **changes))
         else:
             with torch.no_grad():
                 case.call(config=config_for(case, **changes))

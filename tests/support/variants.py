@@ -36,7 +36,7 @@ from tests.ops.experts.ep_moe import cases as expert_layer
 from tests.ops.experts.tp_moe import cases as tensor_experts
 from tests.support.ranks import device
 from tests.support.simulated_nodes import on_nodes
-from tests.test_protocol import COPY_ENGINE, DIRECT, FORWARD, ONE_SHOT, ONE_SHOT_TRANSPORT, PUSH
+from tests.test_protocol import COPY_ENGINE, DIRECT, FORWARD, ONE_SHOT, ONE_SHOT_TRANSPORT, PUSH, TWO_SHOT
 from tests.test_protocol import VARIANTS as DENSE
 
 FP32 = torch.float32
@@ -50,12 +50,15 @@ _DECODE = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=6, tokens=2, dtype=FP3
 _ATTENTION = dict(rows=21, heads=2, kv_heads=1, d=16, dv=24, dtype=FP32, sharding="zigzag", seed=2)
 _ULYSSES = dict(dtype=FP32, positions=11, k=9, n=7, exact=True)
 _ROWS = [(FP32, 7)]
+# Each operator has one backward, which other configs would repeat.
+WITH_BACKWARD = [PUSH, FORWARD, TWO_SHOT]
 # The signals of the warp-specialized kernel, which the CPU does not run.
 IN_SLICES = {"transport": "push", "warp_specialize": True, "tiles": LARGE}
 
 
 def _exact(operator, shape, changes):
-    dense.computes(operator, FP32, [shape], exact=True, **changes)
+    backward = True if changes in WITH_BACKWARD else None
+    dense.computes(operator, FP32, [shape], exact=True, backward=backward, **changes)
 
 
 def scaled(operator, scaling, changes):

@@ -46,12 +46,14 @@ def config_for(case, **changes):
     return dataclasses.replace(_DEFAULTS[case.operator](x, case.weight, case.world_size), **changes)
 
 
-def computes(operator, dtype, shapes, *, bias=True, exact=False, **changes):
-    """Check output and gradients for each shape, with changed config fields."""
+def computes(operator, dtype, shapes, *, bias=True, exact=False, backward=None, **changes):
+    """Check output and gradients (see ``Case.runs_backward``) for each shape, with changed config fields."""
     cases = [Case(operator, dtype, *shape, bias=bias, exact=exact, seed=i) for i, shape in enumerate(shapes)]
-    results = [case.run(config=config_for(case, **changes)) for case in cases]
-    for case, result in zip(cases, results, strict=True):
-        assert set(result) == {"output", "dx", "dweight", *["dbias"] * bias}
+    configs = [config_for(case, **changes) for case in cases]
+    results = [case.run(backward, config=config) for case, config in zip(cases, configs, strict=True)]
+    for case, config, result in zip(cases, configs, results, strict=True):
+        has_gradients = case.runs_backward(config=config) if backward is None else backward
+        assert set(result) == {"output", *["dx", "dweight", *["dbias"] * bias] * has_gradients}
         case.check(result)
         has_same_bits_on_all_ranks(case, result)
 
@@ -188,7 +190,7 @@ def trains_after_inference(operator, **changes):
             config = config_for(case, **changes)
             with torch.inference_mode():
                 case.check({"output": case.call(group=group, config=config)})
-            case.check(case.run(group=group, config=config))
+            case.check(case.run(True, group=group, config=config))
         del group
 
 

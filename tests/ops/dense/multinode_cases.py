@@ -27,12 +27,14 @@ def adding_once(fn, *args, **kwargs):
 
 
 def computes(operator, dtype, local, shapes, *, bias=True, exact=False, **changes):
-    """Check output and gradients for each shape, with changed config fields."""
+    """Check output and gradients (see ``Case.runs_backward``) for each shape, with changed config fields."""
     with a_group_on_nodes(local) as group:
         for i, shape in enumerate(shapes):
             case = Case(operator, dtype, *shape, bias=bias, exact=exact, seed=i)
-            results = case.run(group=group, config=config_for(case, **changes))
-            assert set(results) == {"output", "dx", "dweight", *["dbias"] * bias}
+            config = config_for(case, **changes)
+            results = case.run(group=group, config=config)
+            has_gradients = case.runs_backward(config=config)
+            assert set(results) == {"output", *["dx", "dweight", *["dbias"] * bias] * has_gradients}
             case.check(results)
             has_same_bits_on_all_ranks(case, results)
 
