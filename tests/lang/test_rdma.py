@@ -12,8 +12,9 @@ from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tests.support.ranks import DEVICE, device, on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus, reseed
+from tests.support.subset import THOROUGH
 
-SEEDS = 50
+SEEDS = 50 if THOROUGH else 20
 WORDS = 128
 
 

@@ -34,7 +34,7 @@ from tests.support.subset import THOROUGH
 from tests.test_protocol import failure_of, poison, timeout
 
 BF16, FP16, FP32 = dense.DTYPES
-SEEDS = 50 if THOROUGH else 25  # delivery orders of the network
+SEEDS = 50 if THOROUGH else 12  # delivery orders of the network
 SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 2}
 CHUNKS = {"tiles": Tiles(16, 64, 64, num_stages=2), "num_comm_sms": 3}
 CONFIGS = {

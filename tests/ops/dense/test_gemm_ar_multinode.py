@@ -53,7 +53,7 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
-    (4, 2, 50 if THOROUGH else 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL),
+    (4, 2, 50 if THOROUGH else 12, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL),
     (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])
 def test_any_network_order(world_size, local, seeds, shapes, changes):

@@ -78,6 +78,12 @@ def halves(base, col, end, step):
     )
 
 
+def check_equal(found, expected):
+    """Compare addresses. pytest would take seconds to describe the difference, which most tests here provoke."""
+    is_equal = found == expected
+    assert is_equal
+
+
 def check_ag_gemm(x_step, w_step, change=("", "")):
     """Check the addresses of all tiles of all shards, and of items that are the second half of a tile."""
     scales_of_tile = function(of_ag_gemm, "scales_of_tile", change)
@@ -91,7 +97,7 @@ def check_ag_gemm(x_step, w_step, change=("", "")):
             expected = [base + 4 * row * x_step for row in rows]
             columns = halves(WEIGHT, col, N, w_step)
             found = scales_of_tile((m * BLOCK_M, col, 4 * source), which, epilogue)
-            assert found[:2] == (expected, columns), (source, m, col, which)
+            check_equal(found[:2], (expected, columns))
 
 
 def check_gemm_rs(x_step, w_step, change=("", "")):
@@ -103,7 +109,7 @@ def check_gemm_rs(x_step, w_step, change=("", "")):
             first = row + which * HALF_M
             expected = [OWN + 4 * at * x_step for at in range(first, min(first + HALF_M, RANKS * ROWS))]
             columns = halves(WEIGHT, col, N, w_step)
-            assert scales_of_tile((row, col, 0), which, epilogue) == (expected, columns), (row, col, which)
+            check_equal(scales_of_tile((row, col, 0), which, epilogue), (expected, columns))
 
 
 def check_group_gemm(x_step, w_step, change=("", ""), pair=False):
@@ -122,7 +128,7 @@ def check_group_gemm(x_step, w_step, change=("", ""), pair=False):
             for which in range(2):
                 at = range(row + which * HALF_M, min(row + (which + 1) * HALF_M, ROWS))
                 expected = [OWN + 4 * one * x_step for one in at], columns
-                assert scales_of_tile((Number(row), pid_n, Number(expert)), which, epilogue) == expected
+                check_equal(scales_of_tile((Number(row), pid_n, Number(expert)), which, epilogue), expected)
 
 
 def check_pair(*args):
@@ -197,14 +203,14 @@ def check_blocks_of_pair(change=("", "")):
     for row, pid_n, expert, which in itertools.product(range(0, ROWS, 24), range(3), (0, 1, 5), range(2)):
         of_rows, gate, up = scales_of_step((Number(row), pid_n, Number(expert)), 3, which, epilogue)
         at = range(row + which * HALF_M, min(row + (which + 1) * HALF_M, ROWS))
-        assert of_rows == [OWN + 4 * (one * STEPS + 3) for one in at]
+        check_equal(of_rows, [OWN + 4 * (one * STEPS + 3) for one in at])
         assert [gate, up] == [WEIGHT + 4 * ((6 * expert + 3 * plane + pid_n) * STEPS + 3) for plane in range(2)]
 
 
 def check_step(found, base, first, rows, weight, col, columns):
     """Check the addresses for step 3. If the last half has no columns, its scale is any one that exists."""
     of_rows, left, right = found
-    assert of_rows == [base + 4 * (row * STEPS + 3) for row in range(first, min(first + HALF_M, rows))]
+    check_equal(of_rows, [base + 4 * (row * STEPS + 3) for row in range(first, min(first + HALF_M, rows))])
     expected = [weight + 4 * (block * STEPS + 3) for block in range(-(-columns // HALF_N))]
     assert left == expected[col // HALF_N]
     assert right == expected[col // HALF_N + 1] if col + HALF_N < columns else right in expected

@@ -17,7 +17,7 @@ from tests.support.simulated_nodes import a_group_on_nodes, reseed
 from tests.support.subset import THOROUGH
 from tests.test_protocol import failure_of, poison, timeout
 
-SEEDS = 50 if THOROUGH else 25  # delivery orders of the network
+SEEDS = 50 if THOROUGH else 12  # delivery orders of the network
 SMALLEST = dict(batch=3, heads=1, kv_heads=1, dim=16, keys=2)
 
 

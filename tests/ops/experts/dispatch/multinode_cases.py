@@ -26,7 +26,7 @@ from tests.support.simulated_nodes import a_group_on_nodes, reseed
 from tests.support.subset import THOROUGH
 from tests.test_protocol import failure_of, poison, timeout
 
-SEEDS = 50 if THOROUGH else 25  # delivery orders of the network
+SEEDS = 50 if THOROUGH else 12  # delivery orders of the network
 
 
 def is_correct_for_any_network_order(combine):
