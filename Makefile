@@ -49,15 +49,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # modules while they run (tests/support/sharing.py). The second one has its own directory for temporary files, which is
 # removed even if the process is killed. The tests in ALONE run first: they check files that processes leave behind, or
 # measure time. CI=true: each part must run tests on several ranks.
-ALONE := tests/symm tests/test_import.py
+ALONE := tests/symm/test_buffer.py tests/test_import.py::test_import_is_quiet_and_quick
 test: $(READY) $(OLDEST)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); export TDKERNELS_TEST_CLAIMS=$$beside/claims; mkdir $$TDKERNELS_TEST_CLAIMS; \
-	CI=true TMPDIR=$$beside TDKERNELS_TEST_REVERSED=1 $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--ignore=%) \
+	CI=true TMPDIR=$$beside TDKERNELS_TEST_REVERSED=1 $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--deselect=%) \
 		>$$beside/log 2>&1 & other=$$!; \
 	trap 'trap "" INT TERM HUP; kill $$other 2>/dev/null; wait $$other 2>/dev/null; rm -rf $$beside' EXIT; \
 	trap 'exit 130' INT; trap 'exit 143' TERM HUP; \
-	echo '$(PY) -m pytest -q'; CI=true $(PY) -m pytest -q tests $(ALONE:%=--ignore=%); first=$$?; \
+	echo '$(PY) -m pytest -q'; CI=true $(PY) -m pytest -q tests $(ALONE:%=--deselect=%); first=$$?; \
 	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other modules'; cat $$beside/log; \
 	[ $$first = 0 ] && [ $$second = 0 ]
 
