@@ -22,14 +22,18 @@ _FOR_ONE_GPU = (
 # Kernels whose parts are those of gemm_ar_kernel and gemm_rs_direct_kernel.
 _ALIKE_KERNELS, _GEMMS = ("gemm_rs_kernel", "gemm_ar_direct_kernel"), "test_gemm_kernels_compile"
 
-# Parameters of tests in these folders are combined in full: the cases are quick, or each of them is another code path.
+# Tests that call these functions take long, because they run ranks, and so do tests whose names end like this. The
+# other tests have all combinations.
+_RUN_RANKS = {"on_ranks", "fresh_ranks", "on_nodes"}
+_LONG = ("_in_any_order", "_and_a_slower_link_never_helps")
+# Parameters of tests in these folders, or with these words in their names, are combined in full: each combination is
+# another code path.
 _IN_FULL = {"bench", "cli", "integrations", "lang", "runtime", "sanitizer", "support", "symm"}
-# Parameters of which each pair of values is another code path, in tests with this name.
+_FAILURES = ("invalid", "bad_", "disagreement", "rejected", "mismatch")
+# Parameters of which each combination is another code path, in tests with this name.
 _TOGETHER = {
     "test_autograd": ("operator", "check"),
-    "test_disagreement_is_named_on_every_rank": ("operator", "what"),
-    "test_disagreement_raises_on_every_rank": ("operator", "field"),
-    "test_invalid_arguments_are_rejected": ("operator", "what"),
+    "test_pipelined_gradients": ("kernel", "spec", "world_size"),  # it selects its own cases
 }
 # Lists of cases that overlap. A default run has each value of each parameter (``EACH``), although not all of them occur
 # together; or every other case, from the one with this number: two tests of the same configs take different ones.
@@ -49,7 +53,7 @@ _OVERLAPPING = {
     "test_dispatch_multinode.py": {"test_no_forwarding_after_a_timeout": 0, "test_missing_rank": 0},
     "test_dispatch_ranks.py": {"test_killed_rank": 0, "test_stress": 0},
     "test_docs.py": {"test_tutorial_shows_its_program_and_output": 0},
-    "test_ep_moe.py": {"test_forward_and_gradients": EACH, "test_fused_with_max_tokens_per_rank": 0},
+    "test_ep_moe.py": {"test_forward_and_gradients": 0, "test_fused_with_max_tokens_per_rank": 0},
     "test_ep_moe_ranks.py": {"test_killed_rank": 0, "test_stress": 0},
     "test_expert_gemm.py": {"test_scaled_grouped_gemm_on_hopper_uses_wgmma_and_tma": 0},
     "test_faults.py": {
@@ -117,10 +121,17 @@ def _chosen(cases):
         cases = cases[overlap::2]
     combinations = [{name: str(value) for name, value in params(case).items()} for case in cases]
     if item.path.parent.name != "compiled" and overlap != EACH:
-        if _IN_FULL & set(item.path.parts):
+        if not _takes_long(item):
             return cases
         combinations = subset.joined(combinations, _TOGETHER.get(item.originalname, ()))
     return [cases[index] for index in subset.each_value(combinations)]
+
+
+def _takes_long(item):
+    """Return whether all combinations of the parameters of a test would take long."""
+    if _IN_FULL & set(item.path.parts) or any(word in item.originalname for word in _FAILURES):
+        return False
+    return bool(_RUN_RANKS & set(item.function.__code__.co_names)) or item.originalname.endswith(_LONG)
 
 
 def _is_skipped(item):
