@@ -40,7 +40,6 @@ def test_only_long_tests_are_reduced():
     assert len(chosen) == 3
     assert {case.callspec.params["operator"] for case in chosen} == {*"ab"}
     assert {case.callspec.params["what"] for case in chosen} == {*"xyz"}
-    for cases in (
-        cases_of("test_invalid_operands"), cases_of("test_values", lambda: None), cases_of("test_values", folder="lang"),
-    ):
+    quick = cases_of("test_values", lambda: None)
+    for cases in (quick, cases_of("test_invalid_operands"), cases_of("test_values", folder="lang")):
         assert selection._chosen(cases) == cases
