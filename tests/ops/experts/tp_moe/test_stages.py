@@ -8,8 +8,8 @@ from tdkernels.ops.experts.tp_moe import stages
 
 H200 = Hardware(flops=790e12, memory=4.3e12, link=380e9, num_sms=132, measured=True)
 
-# Ranks, tokens of all ranks, experts per token, experts, N and K of a rank's weight: times in ms of the warp-specialized
-# moe_ag_gemm by number of stages, as one of these ranks on an H200 in solo mode, with a link of 320 GB/s.
+# Ranks, tokens of all ranks, experts per token, experts, N and K of a rank's weight: times in ms of moe_ag_gemm
+# (warp-specialized) by number of stages, as one of these ranks on an H200 in solo mode, with a link of 320 GB/s.
 MEASURED = {
     (8, 8192, 2, 8, 3584, 4096): {2: 0.808, 3: 0.726, 4: 0.731},
     (8, 8192, 2, 8, 2048, 8192): {2: 1.089, 3: 0.920, 4: 0.876, 5: 0.862, 6: 0.879, 8: 0.917},
