@@ -178,22 +178,16 @@ def item_of_warp(answer):
 
 
 @gluon.jit
-def request_number_by_warps(counter_ptr, WARPS: gl.constexpr):
-    """``request_number`` in a partition of WARPS warps; ``item_of_warps`` returns the number."""
+def request_by_warps(ctx, QUEUE: gl.constexpr, WARPS: gl.constexpr = 2):
+    """``fetch_work_item`` in a partition of WARPS warps; ``item_of_warps`` returns the number."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0;"
         " @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=r,l,r,~{memory}", [counter_ptr, _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r,~{memory}", [_counter(ctx, QUEUE), _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
     )
 
 
 @gluon.jit
-def request_by_warps(ctx, QUEUE: gl.constexpr, WARPS: gl.constexpr = 2):
-    """``fetch_work_item`` in a partition of WARPS warps; ``item_of_warps`` returns the number."""
-    return request_number_by_warps(_counter(ctx, QUEUE), WARPS)
-
-
-@gluon.jit
 def item_of_warps(answer):
-    """Return the number that ``request_by_warps`` or ``request_number_by_warps`` requested, in all threads."""
+    """Return the number that ``request_by_warps`` requested, in all threads."""
     return gl.max(answer, 0)

@@ -121,7 +121,7 @@ class Case:
         return getattr(tdkernels, self.operator)(self.x, self.weight, self.bias, **options)
 
     def runs_backward(self, **options):
-        """Return whether ``run`` with these options runs the backward unless it is told to.
+        """Return whether ``run(None, …)`` with these options runs the backward.
 
         The backward of ag_gemm and gemm_rs depends on the method of a config, and on none of its other fields. So
         with a config of the method "fused" it repeats that of a call without a config, which costs more than the

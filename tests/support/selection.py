@@ -30,7 +30,7 @@ _LONG = ("_in_any_order", "_and_a_slower_link_never_helps")
 # another code path.
 _IN_FULL = {"bench", "cli", "integrations", "lang", "runtime", "sanitizer", "support", "symm"}
 _FAILURES = ("invalid", "bad_", "disagreement", "rejected", "mismatch")
-# Parameters of which each combination is another code path, in tests with this name.
+# {test: parameters that are combined in full, because each combination is another code path}.
 _TOGETHER = {
     "test_autograd": ("operator", "check"),
     "test_pipelined_gradients": ("kernel", "spec", "world_size"),  # it selects its own cases

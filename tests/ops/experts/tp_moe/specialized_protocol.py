@@ -109,11 +109,10 @@ SWIZZLE = functions_of(gemm_tile, "swizzle")
 PUSH_SOURCE = source_of(push, kernel_ag_gemm) + ROUTE + functions_of(gather, "await_tokens")
 GATHER_SOURCE = functions_of(gather, "_assignments", "_pointers")
 ADD_SOURCE = source_of(add, kernel_gemm_rs) + ROUTE
-# Both kernels have a function ``_load``. ``tiles`` replaces functions of ``partitions`` that have the same name.
+# ``tiles`` replaces functions of ``partitions`` that have the same name.
 _TILES = specialized_protocol.source_of(partitions, tiles) + SWIZZLE
 AG_GEMM_SOURCE = (
     _TILES.replace(functions_of(tiles, "load_partition"), "") + functions_of(gather, "_load_steps", "gather_partition")
-    + functions_of(kernel_ag_gemm, "_load")
 )
 GEMM_RS_SOURCE = _TILES + functions_of(kernel_gemm_rs, "_load")
 

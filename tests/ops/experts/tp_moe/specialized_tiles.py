@@ -212,7 +212,7 @@ class MoeAgGemmRun(MoeRun):
     def load(self, x, memory, bars, tiles):
         waits = "half", SIGNAL, "sizes", "me"
         self.x = x
-        self.code["_load"](
+        self.code["gather_partition"](
             None, ("places", "choices"), "weight", memory, bars, tiles, (self.n, self.k), self.steps, waits, 2,
             self.is_pair, False,
         )

@@ -16,7 +16,7 @@ from tdkernels.ops.common.specialized.layout import BLOCK_N, FULL, HALF_M, STAGE
 from tdkernels.ops.common.specialized.load import await_stage, begin_item, end_items, load_weight
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import block_of_tile
 from tdkernels.ops.experts.tp_moe.kernel_route import chunk_at_turn, first_turn_of
-from tdkernels.ops.experts.tp_moe.specialized.tiles import place_by_stage, place_of
+from tdkernels.ops.experts.tp_moe.specialized.tiles import ends_of_stages, place_by_stage, place_of
 
 _WARPS = gl.constexpr(WARPS.value[1])
 # At the barrier FULL: the announcement of the bytes of the weight, and each thread's copies.
@@ -110,20 +110,22 @@ def _load_steps(w_desc, rows, K, memory, bars, block, is_whole, turn, first, las
 
 @gluon.jit
 def gather_partition(
-    ctx, tokens, w_desc, memory, bars, tiles, problem, num_items, ends, steps, waits, CHOICES: gl.constexpr,
-    PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
+    ctx, tokens, w_desc, memory, bars, tiles, problem, steps, waits, CHOICES: gl.constexpr, PAIR: gl.constexpr,
+    W_IS_KN: gl.constexpr,
 ):
-    """Fetch tiles, wait for their tokens, and load their operands.
+    """Fetch the tiles of each stage, wait for their tokens, and load their operands.
 
     tokens: (``places`` of ``_pointers``, pointer to the assignment of each row)
-    ends: see ``ends_of_stages``
+    waits: as for ``await_tokens``
 
     The next tile is requested 2 * STAGES steps before the end of the current one. Its place and assignments are loaded
     STAGES steps before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     places, choices_ptr = tokens
-    _, _, sizes, me = waits
+    _, signal, sizes, me = waits
     N, K = problem
+    ends = ends_of_stages(tiles, VECTOR)
+    num_items = gl.where(signal == 0, 0, gl.max(ends, 0))
     dtype: gl.constexpr = memory[0].dtype
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     turn = 0

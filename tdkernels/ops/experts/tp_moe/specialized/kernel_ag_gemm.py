@@ -34,8 +34,8 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.push import push_partition
 from tdkernels.ops.experts.grouped_gemm.specialized.multiply import multiply_experts
-from tdkernels.ops.experts.tp_moe.specialized.gather import ARRIVALS, VECTOR, gather_partition
-from tdkernels.ops.experts.tp_moe.specialized.tiles import ends_of_stages, store_partition
+from tdkernels.ops.experts.tp_moe.specialized.gather import ARRIVALS, gather_partition
+from tdkernels.ops.experts.tp_moe.specialized.tiles import store_partition
 
 
 @gluon.jit
@@ -49,19 +49,6 @@ def _push(shard, program, num_comm):
     shard = M_shard, row_bytes, gl.minimum(chunk_rows, M_shard), row_bytes, 1, num_chunks, slot_bytes
     if num_comm > 0:
         push_partition(ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1)
-
-
-@gluon.jit
-def _load(
-    ctx, tokens, w_desc, memory, bars, tiles, problem, steps, waits, CHOICES: gl.constexpr, PAIR: gl.constexpr,
-    W_IS_KN: gl.constexpr,
-):
-    """Load the tiles of each stage when its tokens have arrived."""
-    ends = ends_of_stages(tiles, VECTOR)
-    num_items = gl.where(waits[1] == 0, 0, gl.max(ends, 0))
-    gather_partition(
-        ctx, tokens, w_desc, memory, bars, tiles, problem, num_items, ends, steps, waits, CHOICES, PAIR, W_IS_KN
-    )
 
 
 @gluon_jit(do_not_specialize=[
@@ -103,7 +90,10 @@ def moe_ag_gemm_specialized_kernel(
         [
             (multiply_experts, (memory, bars, steps, epilogue, 0, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
             (multiply_experts, (memory, bars, steps, epilogue, 1, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
-            (_load, (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, CHOICES, PAIR, W_IS_KN)),
+            (
+                gather_partition,
+                (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, CHOICES, PAIR, W_IS_KN),
+            ),
             (_push, ((ctx, x_at, half, signal, sizes), gl.program_id(0), num_comm)),
             (store_partition, (memory, bars, y, pre, tiles, N, None, 1, PAIR, KEEP, False)),
         ],
