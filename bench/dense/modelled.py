@@ -15,7 +15,7 @@ from tdkernels.autotune.problem import Problem, slug
 from tdkernels.autotune.tunable import tunable, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPERATORS = ("ag_gemm", "gemm_rs")
+OPERATORS = ("ag_gemm", "gemm_rs", "gemm_ar")
 _TRANSPORTS = "push", "forward", "direct"
 
 

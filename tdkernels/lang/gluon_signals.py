@@ -93,6 +93,41 @@ def wait_for_ranks(ctx, first_ptr, stride, expected, WARPS: gl.constexpr = 2, WI
 
 
 @gluon.jit
+def wait_for_rank(ctx, signal_ptr, expected, peer, WARPS: gl.constexpr = 2):
+    """``wait_plan`` for a signal of one rank, in a partition of WARPS warps."""
+    threads = _threads(WARPS)
+    wait_each(ctx, signal_ptr + 0 * threads, expected, peer + 0 * threads, threads >= 0)
+
+
+@gluon.jit
+def is_last_arriver_of_warps(flag_ptr, count, WARPS: gl.constexpr):
+    """``is_last_arriver`` among ``count`` partitions of WARPS warps, in programs of this rank."""
+    partition_barrier()
+    before = gl.inline_asm_elementwise(
+        "{ .reg .pred first, last; .reg .b64 before; setp.eq.u32 first, $4, 0; mov.b64 before, -1;"
+        " @first atom.acq_rel.gpu.global.add.u64 before, [$1], 1; add.s64 before, before, 1;"
+        " setp.eq.and.s64 last, before, $2, first; @last st.relaxed.gpu.global.b64 [$1], $3;"
+        " selp.b32 $0, 1, 0, last; }",
+        "=r,l,l,l,r,~{memory}", [flag_ptr, _wide(count), _wide(0), _threads(WARPS)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )
+    return gl.max(before, 0) > 0  # with a barrier: what thread 0 has acquired, the others may release
+
+
+@gluon.jit
+def notify_all_by_warps(ctx, signal_ptr, value, WARPS: gl.constexpr):
+    """``notify_all`` with CHECK_FAILED, in a partition of WARPS warps. ``value`` is not 0."""
+    partition_barrier()
+    peers = _threads(WARPS)
+    is_peer = (peers < num_ranks(ctx)) & (peers != rank(ctx)) & (failed(ctx) == 0)
+    signal_ptrs = symm_at(ctx, signal_ptr, gl.where(is_peer, peers, rank(ctx)))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred goes; setp.ne.u32 goes, $3, 0; @goes st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,l,r,~{memory}", [signal_ptrs, _wide(value), is_peer.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value, WARPS: gl.constexpr):
     """``notify`` a peer after the stores of ``count`` partitions of WARPS warps, in programs of this rank.
 

@@ -13,6 +13,7 @@ from tests.compiled.flash_decode import split_launches
 from tests.compiled.specialized import (
     E4M3,
     ag_gemm_launch,
+    gemm_ar_launch,
     gemm_rs_launch,
     group_gemm_launch,
     moe_ag_gemm_launch,
@@ -31,6 +32,7 @@ def gluon_launches():
     ]
     return [
         gemm_rs_launch(8, BF16), gemm_rs_launch(2, FP16, w_is_kn=True, bias=True),
+        gemm_ar_launch(8, BF16), gemm_ar_launch(2, E4M3, bias=True, scaling="block"),
         ag_gemm_launch(1, BF16), ag_gemm_launch(1, FP16, w_is_kn=True, bias=True),
         ag_gemm_launch(3, BF16, bias=True), ag_gemm_launch(3, BF16, w_is_kn=True, bias=True, fixed_half=True),
         gemm_rs_launch(4, E4M3), gemm_rs_launch(8, E4M3, bias=True, per_row=False), ag_gemm_launch(1, E4M3),

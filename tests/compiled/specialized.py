@@ -6,9 +6,11 @@ import torch
 
 from tdkernels import AgGemmConfig, GroupGemmConfig, MoeTpConfig, Tiles
 from tdkernels.ops.common.scaling import Scales
+from tdkernels.ops.dense import launch_direct_specialized as launch_direct
 from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
-from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
+from tdkernels.ops.dense.gemm_ar import launch_specialized as launch_gemm_ar
+from tdkernels.ops.dense.gemm_ar.specialized.kernel import gemm_ar_specialized_kernel
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as launch_group_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout
@@ -42,18 +44,28 @@ def _scales(dtype, rows, scaling, experts=()):
     return Scales(*of, "block" if scaling == "block" else "row", torch.bfloat16, scaling == "fast"), torch.bfloat16
 
 
-def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None):
-    """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8."""
-    x = torch.empty(ranks * ROWS, K, dtype=dtype)
-    scales, out = _scales(dtype, ranks * ROWS if per_row else 1, scaling)
-    memory = torch.empty(2 * TILES.block_m * TILES.block_n, dtype=out)
-    descs = [launch_gemm_rs._slots_descriptor(memory, memory.nbytes // 2, TILES, 1)] * ranks
-    args, constants = launch_gemm_rs._arguments(
-        torch.empty(64, dtype=torch.int64), x, _weight(w_dtype or dtype, w_is_kn),
-        torch.empty(N, dtype=out) if bias else None, torch.empty(64, dtype=out), descs, ROWS, PLAN, TILES, ROWS, scales,
+def _direct_launch(arguments, rows, last, ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype):
+    """Return (args, kwargs) of a kernel with transport "direct" for ``rows`` rows of x. ``last``: its last argument."""
+    scales, out = _scales(dtype, rows if per_row else 1, scaling)
+    ctx, x, z, descs = launch_direct.operands_to_compile(torch.empty(rows, K, dtype=dtype), TILES, ranks, scales)
+    args, constants = arguments(
+        ctx, x, _weight(w_dtype or dtype, w_is_kn), torch.empty(N, dtype=out) if bias else None, z, descs, ROWS, PLAN,
+        TILES, last, scales=scales,
     )
     assert constants["W_IS_KN"] == w_is_kn
-    return gemm_rs_specialized_kernel, args, constants
+    return args, constants
+
+
+def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None):
+    """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8."""
+    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype
+    return gemm_rs_specialized_kernel, *_direct_launch(launch_direct.arguments, ranks * ROWS, ROWS, *options)
+
+
+def gemm_ar_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None):
+    """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8."""
+    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype
+    return gemm_ar_specialized_kernel, *_direct_launch(launch_gemm_ar.arguments, ROWS, 1, *options)
 
 
 def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False, scaling="fast"):

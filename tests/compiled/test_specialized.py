@@ -10,6 +10,7 @@ from tests.compiled.specialized import (
     E4M3,
     E5M2,
     ag_gemm_launch,
+    gemm_ar_launch,
     gemm_rs_launch,
     group_gemm_launch,
     moe_ag_gemm_launch,
@@ -86,6 +87,30 @@ def check_gather(code, most_spills=0):
 ], ids=str)
 def test_gemm_rs(ranks, dtype, w_is_kn, bias):
     check(compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256], 32)
+
+
+@pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
+    (8, BF16, False, False), pytest.param(2, FP16, True, True, marks=thorough),
+    pytest.param(4, BF16, False, True, marks=thorough),
+], ids=str)
+def test_gemm_ar(ranks, dtype, w_is_kn, bias):
+    code = check(compile_for(*gemm_ar_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256], 64)
+    # Sums are stored at the peers and in z, in the partition that only exchanges and in those that multiply.
+    check_loops(code, r"STG\.E\.128", 4)
+
+
+@pytest.mark.parametrize("dtype, scaling", [
+    pytest.param(E4M3, "fast", marks=thorough), pytest.param(E5M2, "fast", marks=thorough),
+])
+def test_gemm_ar_in_fp8(dtype, scaling):
+    check(compile_for(*gemm_ar_launch(4, dtype, bias=True), "sm_90"), [256], 64, FP8_PRODUCT)
+
+
+@pytest.mark.parametrize("ranks, scaling", [(8, "block"), pytest.param(4, "row", marks=thorough)])
+def test_gemm_ar_with_two_accumulators(ranks, scaling):
+    # Triton 3.6 spills most in the warps that only exchange, which have 72 registers.
+    code = check_promoted(compile_for(*gemm_ar_launch(ranks, E4M3, scaling=scaling), "sm_90"), 2, 288)
+    check_loops(code, "GMMA", 24 if scaling == "block" else 2)
 
 
 @pytest.mark.parametrize("weights, dtype, w_is_kn, bias, fixed_half", [
@@ -230,6 +255,19 @@ def test_signals_follow_their_tiles():
     assert wait.end() < signal.start() and not re.search("bra|BB", ptx[wait.end() : signal.start()])
 
 
+def test_signals_of_sums_follow_the_sums():
+    """A thread acquires what other partitions have stored. After a barrier, each thread releases a peer's signal."""
+    ptx = compile_for(*gemm_ar_launch(8, BF16), "sm_90").asm["ptx"]
+    arrivals = list(re.finditer(r"atom\.acq_rel\.gpu\.global\.add\.u64", ptx))
+    signals = list(re.finditer(r"@goes st\.release\.sys\.global\.b64", ptx))
+    assert len(arrivals) == len(signals) == 3  # of two partitions that multiply, and of the one that only exchanges
+    for arrival, signal in zip(arrivals, signals, strict=True):
+        before = ptx.rindex("bar", 0, arrival.start())
+        assert re.match(r"bar(rier)?\.sync", ptx[before:]) and not re.search("bra|BB", ptx[before : arrival.start()])
+        assert arrival.start() < signal.start()
+        assert re.search(r"bar(rier)?\.sync", ptx[arrival.end() : signal.start()])
+
+
 def test_signals_follow_pushed_data():
     """After a barrier of the partition, one thread acquires what the others have stored, and releases the signal."""
     ptx = compile_for(*ag_gemm_launch(1, BF16), "sm_90").asm["ptx"]
@@ -256,7 +294,8 @@ def test_rows_are_acquired_before_they_are_loaded():
 
 
 @pytest.mark.parametrize("launch", [
-    lambda: gemm_rs_launch(2, BF16), lambda: ag_gemm_launch(1, BF16), lambda: group_gemm_launch(128, BF16),
+    lambda: gemm_rs_launch(2, BF16), lambda: gemm_ar_launch(8, BF16), lambda: ag_gemm_launch(1, BF16),
+    lambda: group_gemm_launch(128, BF16),
     lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), lambda: moe_gemm_rs_launch(8, 2, BF16),
 ])
 def test_barriers_are_those_of_a_partition(launch):

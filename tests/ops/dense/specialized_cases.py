@@ -1,4 +1,4 @@
-"""Test bodies for the warp-specialized kernel of gemm_rs. Every rank runs them; see test_specialized.py."""
+"""Test bodies for the warp-specialized kernels of gemm_rs and gemm_ar; see test_specialized.py."""
 
 import contextlib
 import random
@@ -9,25 +9,29 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels import GemmRsConfig, Tiles
-from tdkernels.ops.dense.gemm_rs import launch, launch_specialized
+from tdkernels import GemmArConfig, GemmRsConfig, Tiles
+from tdkernels.ops.dense.gemm_ar import launch as gemm_ar_launch
+from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
 from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
 
 PLAIN = {"transport": "direct", "tiles": Tiles(128, 256, 64, num_stages=3)}
 CONFIG = {**PLAIN, "warp_specialize": True}
+OF_GEMM_AR = {"exchange": "two_shot"}  # a small M would select another
+LAUNCHES = {"gemm_rs": gemm_rs_launch, "gemm_ar": gemm_ar_launch}
+CONFIGS = {"gemm_rs": GemmRsConfig, "gemm_ar": GemmArConfig}
 
 
 @contextlib.contextmanager
-def specialized(expected=True):
+def specialized(operator="gemm_rs", expected=True):
     """Count the launches of each kernel in a ``with`` block, and check that only the expected one was prepared."""
-    specialized_support.forget_launches(("gemm_rs", 2))
-    prepared = []
+    specialized_support.forget_launches(("gemm_rs", 2) if operator == "gemm_rs" else ("gemm_ar direct", 2))
+    launch, prepared = LAUNCHES[operator], []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch_specialized, launch.launch_direct):
+        for module in (launch.launch_specialized, launch.launch_direct):
             def prepare(*args, module=module, original=module.prepare):
-                prepared.append(module is launch_specialized)
+                prepared.append(module is launch.launch_specialized)
                 return original(*args)
 
             patch.setattr(module, "prepare", prepare)
@@ -35,17 +39,26 @@ def specialized(expected=True):
     assert set(prepared) == {expected}, prepared
 
 
-def computes(dtype, shapes, bias):
+def fields_of(operator):
+    """Return the fields of a config that differ from the default."""
+    return CONFIG | (OF_GEMM_AR if operator == "gemm_ar" else {})
+
+
+def call(operator, x, weight, bias, config):
+    return getattr(tdkernels, operator)(x, weight, bias, config=CONFIGS[operator](**config))
+
+
+def computes(operator, dtype, shapes, bias):
     """Check output and gradients."""
-    with specialized():
-        cases.computes("gemm_rs", dtype, shapes, bias=bias, **CONFIG)
+    with specialized(operator):
+        cases.computes(operator, dtype, shapes, bias=bias, **fields_of(operator))
 
 
-def computes_with_a_transposed_weight(dtype):
-    case = Case("gemm_rs", dtype, 130, 272, 200)
+def computes_with_a_transposed_weight(operator, dtype):
+    case = Case(operator, dtype, 130, 272, 200)
     case.weight = cases.transposed(case.weight.detach(), torch.nan).requires_grad_()
-    with specialized():
-        case.check(case.run(config=GemmRsConfig(**CONFIG)))
+    with specialized(operator):
+        case.check(case.run(config=CONFIGS[operator](**CONFIG)))
 
 
 def computes_rows_of_segments():
@@ -61,7 +74,7 @@ def computes_rows_of_segments():
     assert torch.equal(z, plain) and (z - exact).norm() < 1e-2 * exact.norm()
 
 
-def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
+def has_the_bits_of_the_plain_kernel(operator, repeats, by_turns=False):
     """Check many calls with random operands and poisoned memory.
 
     ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized, also in later calls, which
@@ -72,7 +85,8 @@ def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
     delays = random.Random(me)
     for number in range(repeats):
         rows, n, k = shapes[number % len(shapes)]
-        x = torch.randn(ranks * rows, k, device=device(), dtype=torch.bfloat16)
+        rows_of_x = rows * ranks if operator == "gemm_rs" else rows
+        x = torch.randn(rows_of_x, k, device=device(), dtype=torch.bfloat16)
         weight = torch.randn(n, k, device=device(), dtype=torch.bfloat16)
         bias = torch.randn(n, device=device(), dtype=torch.bfloat16) if number % 3 else None  # differs between ranks
         poison = [torch.full((rows, n), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
@@ -80,24 +94,24 @@ def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
         time.sleep(delays.uniform(0, 0.002))
         with pytest.MonkeyPatch.context() as patch:
             if by_turns and number % ranks == me:
-                patch.setattr(launch_specialized, "supports", lambda *_: False)
-            z = tdkernels.gemm_rs(x, weight, bias, config=GemmRsConfig(**CONFIG))
-        plain = tdkernels.gemm_rs(x, weight, bias, config=GemmRsConfig(**PLAIN))
+                patch.setattr(LAUNCHES[operator].launch_specialized, "supports", lambda *_: False)
+            z = call(operator, x, weight, bias, CONFIG)
+        plain = call(operator, x, weight, bias, PLAIN)
         assert torch.equal(z, plain), f"call {number}, rows={rows} n={n} k={k}"
     tdkernels.synchronize()
 
 
-def replays_in_a_graph():
+def replays_in_a_graph(operator):
     """Check replays of a CUDA graph of three calls with new operands."""
-    ranks = dist.get_world_size()
-    x = torch.empty(ranks * 256, 448, device=device(), dtype=torch.bfloat16)
+    rows = 256 * dist.get_world_size() if operator == "gemm_rs" else 1000
+    x = torch.empty(rows, 448, device=device(), dtype=torch.bfloat16)
     weight = torch.randn(528, 448, device=device(), dtype=torch.bfloat16)
-    call = lambda config: tdkernels.gemm_rs(x, weight, config=GemmRsConfig(**config))  # noqa: E731
-    call(CONFIG)
-    specialized_support.replays_in_a_graph(x.normal_, lambda: call(CONFIG), lambda: call(PLAIN))
+    run = lambda config: call(operator, x, weight, None, config)  # noqa: E731
+    run(CONFIG)
+    specialized_support.replays_in_a_graph(x.normal_, lambda: run(CONFIG), lambda: run(PLAIN))
 
 
-def falls_back(n, k, dtype):
+def falls_back(operator, n, k, dtype):
     """Check operands that the kernel does not support."""
-    with specialized(expected=False):
-        cases.computes("gemm_rs", dtype, [(37, n, k)], **CONFIG)
+    with specialized(operator, expected=False):
+        cases.computes(operator, dtype, [(37, n, k)], **fields_of(operator))

@@ -159,7 +159,7 @@ class Run:
     ``promotes``: whether each step is added to a second accumulator, with scales of the step
     """
 
-    partitions = None
+    partitions = ()  # modules; later ones replace functions of earlier ones
     promotes = False
     copies_x = False  # whether threads copy the rows of x
 
@@ -177,7 +177,7 @@ class Run:
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
         self.closed = False
-        self.code = self._code(source or source_of(self.partitions))
+        self.code = self._code(source or source_of(*self.partitions))
 
     def __call__(self):
         """Run it, and check that each tile of each item left in quarters."""
@@ -260,7 +260,7 @@ class Run:
             "write_item": self._write, "read_item": self._read,
         }
         names |= {name: getattr(layout, name).value for name in _CONSTANTS}
-        exec(compile(tree, self.partitions.__file__, "exec"), names)
+        exec(compile(tree, self.partitions[-1].__file__, "exec"), names)
         names["halves_of"] = lambda acc: (acc.half(0), acc.half(1))
         names["_add"] = self._add
         names.update(self.names())

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
-from tdkernels.ops.dense.gemm_rs.specialized import partitions as gemm_rs_partitions
+from tdkernels.ops.dense.direct_specialized import partitions as direct_partitions
+from tdkernels.ops.dense.gemm_rs.specialized import places as gemm_rs_places
 from tdkernels.ops.experts.grouped_gemm.specialized import partitions as group_gemm_partitions
 from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, BLOCK_N, HALF_M, HALF_N, Run, indexed
 
@@ -13,7 +14,7 @@ BLOCK = SimpleNamespace(shape=(1, HALF_M, BLOCK_K))  # of the descriptors of ope
 class GemmRsRun(Run):
     """A program of ``gemm_rs_specialized_kernel``; its work items belong to the ranks in turns."""
 
-    partitions = gemm_rs_partitions
+    partitions = gemm_rs_places, direct_partitions
 
     def __init__(self, seed, items, steps, ranks, source=None, promotes=False):
         self.ranks, self.promotes = ranks, promotes
@@ -30,7 +31,10 @@ class GemmRsRun(Run):
         x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
 
         def load():
-            self.code["load_partition"](None, (x, "weight"), self.memory, bars, self.items, problem, 0, ranks, False)
+            self.code["load_partition"](
+                None, (x, "weight"), self.memory, bars, self.items, problem, 0, ranks, False,
+                self.code["place_of_item"],
+            )
 
         def send():
             self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, ranks)
@@ -68,7 +72,7 @@ class GemmRsRun(Run):
 class AgGemmRun(Run):
     """A program of ``ag_gemm_specialized_kernel``. Rows of all items but every third arrive during the run."""
 
-    partitions = ag_gemm_partitions
+    partitions = (ag_gemm_partitions,)
 
     def __init__(self, seed, items, steps, slice_steps, source=None, promotes=False):
         self.promotes = promotes
@@ -168,7 +172,7 @@ class GroupGemmRun(Run):
     leaves, too.
     """
 
-    partitions = group_gemm_partitions
+    partitions = (group_gemm_partitions,)
 
     def __init__(self, seed, items, steps, activation, source=None, promotes=False):
         self.promotes = promotes

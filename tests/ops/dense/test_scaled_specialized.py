@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common import gemm_tunable, scaled_problem
@@ -22,10 +22,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16 = torch.bfloat16, torch.float16
 CONFIG = AgGemmConfig(tiles=Tiles(128, 256, 128), warp_specialize=True)
 each_operator = pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+each_kernel = pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs", "gemm_ar"])
 
 
 @on_hopper
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("world_size, scaling, dtype, out_dtype", [
     (2, ("row", "row"), E4M3, BF16), (4, ("row", "tensor"), E4M3, BF16), (3, ("tensor", "row"), E5M2, FP16),
     (2, ("tensor", "tensor"), E4M3, FP16),
@@ -35,7 +36,7 @@ def test_bits_of_the_plain_kernel(operator, world_size, scaling, dtype, out_dtyp
 
 
 @on_hopper
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("world_size, scaling, dtype, out_dtype", [
     (2, ("row", "row"), E4M3, BF16), (3, ("tensor", "row"), E5M2, FP16), (2, ("tensor", "tensor"), E4M3, BF16),
     (4, ("block", "block"), E4M3, BF16), (2, ("block", "block"), E5M2, FP16), (3, ("block", "block"), E4M3, BF16),
@@ -57,7 +58,7 @@ def test_larger_chunks():
 
 
 @on_hopper
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("world_size, scaling", [(2, "row"), (3, "row"), (3, "block")])
 def test_ranks_with_different_kernels(operator, world_size, scaling):
     on_ranks(
@@ -67,7 +68,7 @@ def test_ranks_with_different_kernels(operator, world_size, scaling):
 
 
 @on_hopper
-@each_operator
+@each_kernel
 def test_graph(operator):
     on_ranks(2, cases.replays_in_a_graph, operator)
 
@@ -113,7 +114,7 @@ def test_copy_engine_is_not_supported(hopper):
     assert found == [True, False]
 
 
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n, k", [(28672, 4096), (28680, 4096)])
 def test_default_config(hopper, monkeypatch, operator, layout, n, k):
@@ -127,7 +128,7 @@ def test_default_config(hopper, monkeypatch, operator, layout, n, k):
     assert config.warp_specialize is expected
     if expected:
         tiles = config.tiles
-        assert operator == "gemm_rs" or config.num_comm_sms == 96
+        assert operator != "ag_gemm" or config.num_comm_sms == 96
         assert (tiles.block_m, tiles.block_n, tiles.block_k) == (128, 256, 128) and launch.is_enabled(config)
 
 
@@ -145,7 +146,7 @@ def test_large_problems_by_default(hopper, monkeypatch, operator, layout, n, spe
     assert (config.method, config.warp_specialize) == (("fused", True) if specialized else ("parts", False))
 
 
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n, k", [(8192, 4096), (57344, 8192)])  # of the second, "parts" may be the default
 @pytest.mark.parametrize("specializes", [False, True])
@@ -155,7 +156,10 @@ def test_tiles_of_a_given_config(hopper, monkeypatch, operator, layout, n, k, sp
     monkeypatch.setattr(gpu, "shared_memory_bytes", lambda device: 232448)
     shape = (8192, n, k) if operator == "ag_gemm" else (8192, n // 4, 4 * k)
     problem, device = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", layout, shape), torch.device("cuda", 0)
-    given = AgGemmConfig() if operator == "ag_gemm" else GemmRsConfig(transport="direct")
+    given = {
+        "ag_gemm": AgGemmConfig(), "gemm_rs": GemmRsConfig(transport="direct"),
+        "gemm_ar": GemmArConfig(transport="direct"),
+    }[operator]
     config = tunable(operator).completed(replace(given, warp_specialize=specializes), problem, device)
     assert config.tiles.block_n == (256 if specializes or layout == "scaled fast" else 128)
     assert launch.is_enabled(config) or not specializes
@@ -169,7 +173,7 @@ def test_defaults_of_the_other_kernel(hopper):
     assert (config.method, config.num_comm_sms, config.chunk_tiles) == ("fused", 8, 1)
 
 
-@each_operator
+@each_kernel
 def test_outputs_in_fp32(hopper, monkeypatch, operator):
     """They select no tile that only the warp-specialized kernel runs without spilling registers."""
     problem = Problem(operator, "NVIDIA H200", 4, 4, "float8_e4m3fn", "scaled", (2048, 2048, 2048))
@@ -193,7 +197,7 @@ def test_chunks_have_slices():
     assert [launch_specialized.num_slices(k, CONFIG) for k in (1024, 1040, 8192)] == [1, 2, 8]
 
 
-@each_operator
+@each_kernel
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_space_has_the_specialized_tile(hopper, operator, layout):
     device = torch.device("cuda", 0)

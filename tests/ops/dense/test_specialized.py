@@ -1,4 +1,4 @@
-"""The warp-specialized kernel of gemm_rs, on Hopper; its config on other devices."""
+"""The warp-specialized kernels of gemm_rs and gemm_ar, on Hopper; their configs on other devices."""
 
 import pytest
 import torch
@@ -9,20 +9,23 @@ from tests.support.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(130, 272, 72), (256, 512, 1024), (1, 16, 8), (513, 784, 200)]
+each_operator = pytest.mark.parametrize("operator", ["gemm_rs", "gemm_ar"])
 
 
 @on_hopper
+@each_operator
 @pytest.mark.parametrize("world_size, dtype, bias", [
     (2, BF16, True), (2, FP16, False), (4, BF16, False), (3, FP16, True),
 ])
-def test_values_and_gradients(world_size, dtype, bias):
-    on_ranks(world_size, cases.computes, dtype, SHAPES, bias)
+def test_values_and_gradients(operator, world_size, dtype, bias):
+    on_ranks(world_size, cases.computes, operator, dtype, SHAPES, bias)
 
 
 @on_hopper
+@each_operator
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_transposed_weight(dtype):
-    on_ranks(2, cases.computes_with_a_transposed_weight, dtype)
+def test_transposed_weight(operator, dtype):
+    on_ranks(2, cases.computes_with_a_transposed_weight, operator, dtype)
 
 
 @on_hopper
@@ -31,29 +34,34 @@ def test_rows_of_segments():
 
 
 @on_hopper
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bits_of_the_plain_kernel(world_size):
-    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 60)
+@each_operator
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_bits_of_the_plain_kernel(operator, world_size):
+    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, operator, 60)
 
 
 @on_hopper
+@each_operator
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_with_different_kernels(world_size):
-    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, 30, by_turns=True)
+def test_ranks_with_different_kernels(operator, world_size):
+    on_ranks(world_size, cases.has_the_bits_of_the_plain_kernel, operator, 30, by_turns=True)
 
 
 @on_hopper
-def test_graph():
-    on_ranks(2, cases.replays_in_a_graph)
+@each_operator
+def test_graph(operator):
+    on_ranks(2, cases.replays_in_a_graph, operator)
 
 
 @on_hopper
+@each_operator
 @pytest.mark.parametrize("n, k", [(264, 72), (272, 70)])
-def test_unsupported_operands(n, k):
-    on_ranks(2, cases.falls_back, n, k, BF16)
+def test_unsupported_operands(operator, n, k):
+    on_ranks(2, cases.falls_back, operator, n, k, BF16)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")
+@each_operator
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_other_devices(dtype):
-    on_ranks(2, cases.falls_back, 48, 40, dtype)
+def test_other_devices(operator, dtype):
+    on_ranks(2, cases.falls_back, operator, 48, 40, dtype)

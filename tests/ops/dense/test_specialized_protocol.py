@@ -147,4 +147,4 @@ def test_errors_in_group_gemm_are_found(mutant, activation):
 
 
 def _finds(run, mutants, mutant):
-    check_found(run, source_of(run(0, None).partitions), mutants[mutant])
+    check_found(run, source_of(*run(0, None).partitions), mutants[mutant])

@@ -12,7 +12,7 @@ from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
-from tdkernels.ops.dense.gemm_ar import launch_direct, launch_multinode
+from tdkernels.ops.dense.gemm_ar import launch_direct, launch_multinode, launch_specialized
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.rounding import cdiv
@@ -92,6 +92,8 @@ def compile(
         launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     elif config.exchange == "one_shot":
         dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=False, scales=scales)
+    elif config.transport == "direct" and launch_specialized.supports(x, weight, config, world_size, scales):
+        launch_specialized.compile(x, weight, bias, world_size, config, scales)
     elif config.transport == "direct":
         launch_direct.compile(x, weight, bias, world_size, config, scales)
     else:
@@ -139,7 +141,9 @@ def _prepare(workspace, x, weight, bias, config, scales=None):
     if config.exchange == "one_shot":
         return dense_launch_one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, False, scales)
     if config.transport == "direct":
-        return launch_direct.prepare(workspace, x, weight, bias, config, fields, scales)
+        specializes = launch_specialized.supports(x, weight, config, workspace.world_size, scales)
+        module = launch_specialized if specializes else launch_direct
+        return module.prepare(workspace, x, weight, bias, config, fields, scales)
     m, n, out_dtype = x.shape[0], weight.shape[0], out_dtype_of(x, scales)
     world_size = workspace.world_size
     tiles = config.tiles

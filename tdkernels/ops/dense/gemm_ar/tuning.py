@@ -9,6 +9,8 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
+from tdkernels.ops.common.specialized import launch as launch_specialized
+from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
 from tdkernels.ops.dense import launch_direct, scaled, tuning_direct
 from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.ops.dense.gemm_ar import launch, op
@@ -47,13 +49,17 @@ class GemmArTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
+    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> GemmArConfig:
+        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
+        return gemm_ar_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, layout)
+
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmArConfig:
         if invariant_ranks():  # the only transport with a reduction tree
             return GemmArConfig(transport="direct")
         return GemmArConfig(item_tiles=2 if device.type == "cpu" else 4)
 
     def space(self, problem: "Problem", device: torch.device) -> list[GemmArConfig]:
-        m, n, _ = self.of_a_rank(problem)
+        m, n, k = self.of_a_rank(problem)
         configs = []
         for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
             tiles_of_z = tiles.count(m, n)
@@ -65,6 +71,9 @@ class GemmArTunable(dense.DenseTunable):
                 for tiles in self.tiles_for(problem, device, tuning_direct.candidate_tiles(device, problem.torch_dtype))
                 for sms in _COMM_SMS
             ]
+            if launch_specialized.suits(LARGE, n, k, problem.torch_dtype, device, problem.layout):
+                tiles = specialized_tiles(launch_direct.DIRECT_LARGE, problem.torch_dtype)
+                configs.append(GemmArConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if m <= _ONE_SHOT_MOST_ROWS:
             for tiles in self.tiles_for(problem, device, small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)):
                 splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # no split-K on several nodes
@@ -83,6 +92,11 @@ class GemmArTunable(dense.DenseTunable):
             summing = (ranks + 1) * nbytes / hardware.memory
             return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + dense.SIGNAL_S)
         wire = self.floors(problem).wire_bytes / rate
+        if config.transport == "direct" and config.warp_specialize:
+            # The exchange overlaps with the GEMM, but the last tiles are sent twice after it.
+            product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+            last = 2 * hardware.num_sms * tiles.block_m * tiles.block_n * out_bytes(problem) / rate
+            return 1e3 * (max(product + last, wire + tile) + 2 * dense.SIGNAL_S)
         if config.transport == "direct":
             sms = max(hardware.num_sms - config.num_comm_sms, 1)
             product, tile = dense.product_s(m, n, k, dtype, tiles, sms, hardware)
@@ -99,7 +113,9 @@ class GemmArTunable(dense.DenseTunable):
 
     def compiled(self, config: GemmArConfig) -> tuple | None:
         same = super().compiled(config)
-        return same and (*same, config.exchange, config.transport, config.split_k > 1)
+        return same and (
+            *same, config.exchange, config.transport, config.split_k > 1, config.warp_specialize
+        )
 
 
 register(GemmArTunable())

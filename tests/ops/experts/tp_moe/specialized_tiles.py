@@ -27,7 +27,7 @@ class MoeRun(GroupGemmRun):
     columns at column 0, as in ``GroupGemmRun``.
     """
 
-    partitions = tiles
+    partitions = (tiles,)
 
     def __init__(self, seed, num_tiles, tiles_n, steps, activation, source, promotes):
         self.tiles_n = tiles_n

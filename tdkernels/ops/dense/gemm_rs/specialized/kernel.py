@@ -30,9 +30,10 @@ from tdkernels.ops.common.specialized.layout import (
     make_barriers,
     make_memory,
 )
+from tdkernels.ops.dense.direct_specialized.multiply import multiply_tiles
+from tdkernels.ops.dense.direct_specialized.partitions import load_partition, send_partition
 from tdkernels.ops.dense.gemm_rs.specialized.add import add_partition
-from tdkernels.ops.dense.gemm_rs.specialized.multiply import multiply_tiles
-from tdkernels.ops.dense.gemm_rs.specialized.partitions import load_partition, send_partition
+from tdkernels.ops.dense.gemm_rs.specialized.places import place_of_item
 
 
 @gluon_jit(do_not_specialize=["M_shard", "N", "K", "plan", "group_m", "segment_rows"])
@@ -71,15 +72,14 @@ def gemm_rs_specialized_kernel(
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
     epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, steps, X_STEP, W_STEP
+    place: gl.constexpr = place_of_item  # Triton 3.6 does not accept the function itself as an argument
+    sums = ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me
     gl.warp_specialize(
         [
             (multiply_tiles, (memory, bars, steps, epilogue, 0, W_IS_KN, SCALING, PROMOTE)),
             (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, SCALING, PROMOTE)),
-            (
-                add_partition,
-                (ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me, ROWS, SPLIT, RANKS, HAS_BIAS),
-            ),
-            (load_partition, (ctx, operands, memory, bars, num_tiles * RANKS, problem, me, RANKS, W_IS_KN)),
+            (add_partition, (sums, ROWS, SPLIT, RANKS, HAS_BIAS)),
+            (load_partition, (ctx, operands, memory, bars, num_tiles * RANKS, problem, me, RANKS, W_IS_KN, place)),
             (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, RANKS)),
         ],
         WARPS.value,

@@ -1,4 +1,4 @@
-"""The partitions of ``gemm_rs_specialized_kernel`` that multiply: the scales of ``multiply_partition``.
+"""The partitions that multiply: ``multiply_partition`` with scales of rows, columns or blocks.
 
 Arguments of several functions:
 

@@ -1,4 +1,4 @@
-"""The partitions of ``gemm_rs_specialized_kernel`` that load and send. Neither waits for another program."""
+"""The partitions that load operands and send tiles. Neither waits for another program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,10 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
-from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
-    BLOCK_N,
     HALF_N,
     NO_HALVES,
     NO_ITEM,
@@ -22,36 +20,19 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.common.specialized.store import store_half
-from tdkernels.ops.dense.segments import row_in_segments
 
 # ---- load ----
 
 
 @gluon.jit
-def place_of(tile, problem, RANKS: gl.constexpr):
-    """Return the row and the column of a tile of a shard.
-
-    problem: (rows of a shard, N, steps of K, group_m, rows of a segment)
-    """
-    rows, columns, _, group_m, _ = problem
-    tiles_m, tiles_n = (rows + BLOCK_M - 1) // BLOCK_M, (columns + BLOCK_N - 1) // BLOCK_N
-    # Work items compute a tile of all RANKS shards in turn, so a group of ``group_m`` tile rows spans all shards.
-    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, gl.maximum(group_m // RANKS, 1))
-    return pid_m * BLOCK_M, pid_n * BLOCK_N
-
-
-@gluon.jit
-def _place_of_item(item, problem, me, RANKS: gl.constexpr):
-    """Return the first row in x and the first column of a work item."""
-    row, col = place_of(item // RANKS, problem, RANKS)
-    return row_in_segments(row, (me + 1 + item % RANKS) % RANKS, RANKS, problem[4]), col
-
-
-@gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, num_items, problem, me, RANKS: gl.constexpr, W_IS_KN: gl.constexpr
+    ctx, operands, memory, bars, num_items, problem, me, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
+    PLACE: gl.constexpr,
 ):
     """Fetch work items, and load their operands.
+
+    problem: what PLACE needs; number 2 is the number of steps of K
+    PLACE: function (work item, problem, rank, RANKS) -> (first row in x, first column)
 
     The next item is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
     before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
@@ -59,7 +40,7 @@ def load_partition(
     steps = problem[2]
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    row, col = _place_of_item(gl.minimum(item, num_items - 1), problem, me, RANKS)
+    row, col = PLACE(gl.minimum(item, num_items - 1), problem, me, RANKS)
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     while item < num_items:
         begin_item(memory, bars, item, (row, col, 0), turn)
@@ -69,7 +50,7 @@ def load_partition(
         turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
         following = item_of_warp(answer)
         # A number beyond the items would divide by 0. Its place is not used.
-        row, col = _place_of_item(gl.minimum(following, num_items - 1), problem, me, RANKS)
+        row, col = PLACE(gl.minimum(following, num_items - 1), problem, me, RANKS)
         turn = load_steps(operands, memory, bars, block, True, turn, late, steps, NO_HALVES, W_IS_KN)
         item = following
     end_items(memory, bars, turn)
@@ -79,8 +60,11 @@ def load_partition(
 
 
 @gluon.jit
-def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.constexpr):
+def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, RANKS: gl.constexpr):
     """Send each tile to its owner, wait until it has arrived, and set its signal there.
+
+    Work item number ``item`` belongs to rank + 1 + ``item % RANKS``. Its slot and its signal there have the number
+    ``rank * per_source + item // RANKS``.
 
     descs: the data of rank + 1, rank + 2, ..., rank, [halves, rows, BLOCK_N]
     """
@@ -88,7 +72,7 @@ def send_partition(ctx, memory, bars, descs, tiles, half, signal, me, RANKS: gl.
     mbarrier.wait(bars.index(OUT_FULL), 0)
     item = read_item(sent.index(0), ONE_WARP)
     while item != NO_ITEM:
-        slot = me * tiles + item // RANKS
+        slot = me * per_source + item // RANKS
         step = item % RANKS
         for side in gl.static_range(2):
             if side > 0:

@@ -1,0 +1,1 @@
+"""Partitions that the warp-specialized kernels with transport "direct" share, for Hopper, in Gluon."""
