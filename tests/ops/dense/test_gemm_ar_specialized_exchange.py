@@ -1,40 +1,23 @@
-"""Work items of the warp-specialized kernel of gemm_ar, and its default config."""
-
-import ast
-import inspect
-from types import SimpleNamespace
+"""Work items of the warp-specialized kernel of gemm_ar, on the CPU and in random order, and its default config."""
 
 import pytest
 import torch
 
-from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
-from tdkernels.ops.dense.gemm_ar.specialized import exchange, places
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
+from tests.ops.dense.gemm_ar_exchange import BLOCK_M, BLOCK_N, PARTS, SOURCE, SPLIT, ExchangeRun, compiled
+from tests.support.mutants import check_found
+from tests.support.subset import THOROUGH
 
-SPLIT, PARTS = 4, 2
-BLOCK_M, BLOCK_N = SPECIALIZED_TILE
-
-
-def functions():
-    """Return the functions of the kernel for integers of Python, with tiles in the order of their numbers."""
-    found = places.grid_of, places.place_of, places.place_of_item, exchange._work_of
-    gl = SimpleNamespace(
-        where=lambda condition, one, other: one if condition else other, minimum=min, maximum=max, constexpr=int
-    )
-    names = {
-        "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,
-        "swizzle": lambda tile, tiles_m, tiles_n, group_m: (tile // tiles_n, tile % tiles_n),
-    }
-    exec(compile(ast.parse("\n".join(inspect.getsource(each.fn) for each in found)), exchange.__file__, "exec"), names)
-    return SimpleNamespace(**names)
+SEEDS = 50 if THOROUGH else 8
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("bundles, delay", [(1, 0), (1, 1), (5, 0), (5, 1), (5, 4), (5, 5), (9, 3)])
 def test_each_part_is_added_and_received_once_and_in_order(ranks, bundles, delay):
-    work_of, me = functions()._work_of, 1
+    work_of, me = compiled()["_work_of"], 1
     items = [
         work_of(item, bundles, delay, me, SPLIT, PARTS, ranks)
         for item in range(bundles * (SPLIT + (ranks - 1) * PARTS))
@@ -55,9 +38,9 @@ def test_each_part_is_added_and_received_once_and_in_order(ranks, bundles, delay
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("m, n", [(128, 256), (129, 257), (700, 1300), (1024, 2048)])
+@pytest.mark.parametrize("m, n", [(8, 4), (9, 5), (45, 21), (64, 32)])
 def test_each_owner_gets_each_of_its_tiles_once(ranks, m, n):
-    code, problem = functions(), (m, n, 3, 8)
+    code, problem = compiled(), (m, n, 3, 8)
     tiles = cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)
     bundles = cdiv(tiles, ranks)
     for me in range(ranks):
@@ -65,10 +48,50 @@ def test_each_owner_gets_each_of_its_tiles_once(ranks, m, n):
         for item in range(bundles * ranks):
             slot = (me + 1 + item % ranks) % ranks, item // ranks  # the owner, and the bundle
             assert slot not in found
-            found[slot] = code.place_of_item(item, problem, me, ranks)
+            found[slot] = code["place_of_item"](item, problem, me, ranks)
         for tile in range(tiles):
-            assert found[tile % ranks, tile // ranks] == code.place_of(tile, problem)
+            assert found[tile % ranks, tile // ranks] == code["place_of"](tile, problem)
         assert all(row < m and col < n for row, col in found.values())
+
+
+@pytest.mark.parametrize("m, n", [(8, 4), (13, 7), (30, 10), (40, 16)])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_exchange_in_any_order(ranks, m, n, delay):
+    for seed in range(SEEDS):
+        ExchangeRun(seed, ranks, m, n, delay, 1 + seed % 3)()
+
+
+MUTANTS = {
+    "partials are read before they arrive": (
+        "    wait_for_ranks(ctx, signal_at(ctx, half, bundle), per_source, signal, WARPS)\n", "",
+    ),
+    "the signals of another bundle are awaited": (
+        "signal_at(ctx, half, bundle), per_source", "signal_at(ctx, half, max(bundle - 1, 0)), per_source",
+    ),
+    "sums are read before they arrive": (
+        "    wait_for_rank(ctx, signal_at(ctx, half, slot), signal, owner, WARPS)\n", "",
+    ),
+    "a signal is set by the first part": ("flag_at(ctx, bundle), SPLIT, WARPS", "flag_at(ctx, bundle), 1, WARPS"),
+    "sums are stored in the slots of partials": (
+        "slot = me * per_source + bundles + bundle", "slot = me * per_source + bundle",
+    ),
+    "a tile is received from another owner": (
+        "owner = gl.where(adds, me, (me + 1 + number // PARTS) % RANKS)",
+        "owner = gl.where(adds, me, (me + 1 + number % PARTS) % RANKS)",
+    ),
+    "tiles are received before they are added": (
+        "    taken = gl.where(both, period, ", "    taken = gl.where(both, (period + 2) % (bundles - delay), ",
+    ),
+    "the first parts are added by all items": (
+        "part = gl.where(rest < 0, item % SPLIT, number)", "part = gl.where(rest < 0, 0, number)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_errors_are_found(mutant):
+    check_found(lambda seed, source: ExchangeRun(seed, 3, 30, 10, 1, 1 + seed % 3, source), SOURCE, MUTANTS[mutant])
 
 
 @pytest.fixture
