@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tdkernels.ops.dense.ag_gemm.specialized import multiply as of_ag_gemm
-from tdkernels.ops.dense.gemm_rs.specialized import multiply as of_gemm_rs
+from tdkernels.ops.dense.direct_specialized import multiply as of_gemm_rs
 from tdkernels.ops.experts.grouped_gemm.specialized import scales as of_group_gemm
 
 BLOCK_M, HALF_M, BLOCK_N, HALF_N = 128, 64, 256, 128
