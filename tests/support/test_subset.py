@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.subset import at_once, each_value, joined, pairs, turns
+from tests.support.subset import at_once, pairs, turns
 
 AXES = [[1, 2, 3, 4], ["a", "b", "c"], [None, {}, []], [5, 6]]
 
@@ -22,35 +22,6 @@ def test_pairs_cover_every_two_values():
 @pytest.mark.parametrize("axes, everything", [(AXES, True), (AXES[:2], False), (AXES[:1], False)])
 def test_pairs_returns_all_on_gpus_and_for_one_or_two_axes(axes, everything):
     assert pairs(*axes, everything=everything) == list(itertools.product(*axes))
-
-
-def test_each_value_is_chosen():
-    combinations = [{"a": a, "b": b, "c": c} for a, b, c in itertools.product("xyz", [1, 2], [None, 1])]
-    chosen = [combinations[i] for i in each_value(combinations)]
-    assert len(chosen) == 3
-    for name in "abc":
-        assert {one[name] for one in chosen} == {one[name] for one in combinations}
-    assert each_value([{"a": 1}, {"a": 2}, {"a": 3}]) == [0, 1, 2]
-    assert each_value([{}]) == [0] and each_value([]) == []
-
-
-def test_values_meet_different_values():
-    combinations = [{"operator": operator, "check": check} for operator, check in itertools.product("abc", range(6))]
-    operators = [combinations[i]["operator"] for i in each_value(combinations)]
-    assert sorted(operators) == list("aabbcc")
-
-
-def test_dependent_names_are_joined():
-    configs = [("ag_gemm", "push"), ("ag_gemm", "one shot"), ("gemm_rs", "direct")]
-    combinations = [
-        {"ranks": ranks, "operator": operator, "config": config}
-        for ranks, (operator, config) in itertools.product([1, 2], configs)
-    ]
-    assert {tuple(one) for one in joined(combinations)} == {(("ranks",), ("operator", "config"))}
-    assert {one["operator", "config"] for one in joined(combinations)} == set(configs)
-    assert len(each_value(joined(combinations))) == 3
-    assert len(each_value(joined(combinations, together=("ranks", "operator")))) == 6
-    assert joined([]) == [] and joined([{}]) == [{}]
 
 
 def test_turns():
