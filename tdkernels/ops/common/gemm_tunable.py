@@ -180,8 +180,8 @@ class DenseTunable(ConfigTunable):
 
         ``specializes``: whether it may be one of a warp-specialized kernel, for scaled operands
         """
-        sizes = self.of_a_rank(problem)
-        return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
+        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
+        return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size, layout)
 
     def tiles_for(self, problem: "Problem", device: torch.device, tiles: Sequence[Tiles]) -> list[Tiles]:
         """Return ``tiles``, candidates for 16-bit operands, or those that correspond to them for scaled operands."""

@@ -36,7 +36,7 @@ class _Vector(np.ndarray):
 
 
 class _Output:
-    """z of a rank, or a pointer to elements of it."""
+    """A pointer to elements of z or of the bias."""
 
     dtype = SimpleNamespace(element_ty=SimpleNamespace(primitive_bitwidth=8))  # one address for each element
 
@@ -62,7 +62,7 @@ def compiled(source=SOURCE, **names):
         "gl": gl, "gluon": SimpleNamespace(jit=lambda function: function),
         "gluon_jit": lambda **_: lambda function: function, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,
         "swizzle": lambda tile, tiles_m, tiles_n, group_m: (tile // tiles_n, tile % tiles_n),
-        "pointer_to": lambda address, dtype: address, "HALF_N": BLOCK_N // 2,
+        "pointer_to": lambda address, dtype: address,
     }
     found = {**stand_ins, **names}
     exec(compile(tree, "<exchange>", "exec"), found)
@@ -91,8 +91,7 @@ class ExchangeRun:
         self.code = compiled(
             source, load=self._load, store=self._store, data_at=self._data_at,
             signal_at=lambda ctx, half, number: number, flag_at=lambda ctx, number: number,
-            wait_for_ranks=self._wait_for_ranks,
-            wait_for_rank=self._wait_for_rank,
+            wait_for_ranks=self._wait_for_ranks, wait_for_rank=self._wait_for_rank,
             is_last_arriver_of_warps=self._is_last, notify_all_by_warps=self._notify_all, multiply_tiles=self._multiply,
             request_by_warps=self._request, item_of_warps=lambda answer: answer,
         )
@@ -113,8 +112,8 @@ class ExchangeRun:
     def _partitions(self, rank):
         """Return {name: function} for the partitions of the programs of a rank that have started."""
         num_items = self.bundles * (SPLIT + (self.ranks - 1) * PARTS)
-        bias = _Output(self.bias) if rank % 2 == 0 else _Output(self.bias.copy())
-        call = rank, self.problem, _Output(self.z[rank]), bias, num_items, self.delay, HALF, SIGNAL, rank
+        tensors = _Output(self.z[rank]), _Output(self.bias)
+        call = rank, self.problem, *tensors, num_items, self.delay, HALF, SIGNAL, rank
         constants = ROWS, SPLIT, PARTS, self.ranks, True
         found = {}
         for program in range(self.schedule.random.randint(1, self.programs)):

@@ -3,11 +3,18 @@
 import pytest
 import torch
 
+from tdkernels.runtime import gpu
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import DEVICE, device
 
 ON_HOPPER = DEVICE != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+
+
+def pretend_hopper(monkeypatch):
+    """Pretend that the operands are on a Hopper GPU."""
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
 
 
 def forget_launches(*workspaces):

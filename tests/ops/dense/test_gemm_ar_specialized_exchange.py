@@ -6,8 +6,8 @@ import torch
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.rounding import cdiv
-from tdkernels.runtime import gpu
 from tests.ops.dense.gemm_ar_exchange import BLOCK_M, BLOCK_N, PARTS, SOURCE, SPLIT, ExchangeRun, compiled
+from tests.ops.dense.specialized_support import pretend_hopper
 from tests.support.mutants import check_found
 from tests.support.subset import THOROUGH
 
@@ -96,9 +96,7 @@ def test_errors_are_found(mutant):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Pretend that the operands are on a Hopper GPU."""
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    pretend_hopper(monkeypatch)
 
 
 @pytest.mark.parametrize("rows, n, k, world_size, transport, specialized", [

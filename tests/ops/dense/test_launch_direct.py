@@ -7,14 +7,14 @@ from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense.gemm_ar import launch_direct as of_gemm_ar
 from tdkernels.runtime import gpu
+from tests.ops.dense.specialized_support import pretend_hopper
 
 GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    pretend_hopper(monkeypatch)
     monkeypatch.setattr(gpu, "resident_programs", lambda *_: 132)
 
 

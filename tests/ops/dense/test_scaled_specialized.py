@@ -15,7 +15,7 @@ from tdkernels.ops.common.specialized import launch
 from tdkernels.ops.dense.ag_gemm import launch_specialized
 from tdkernels.runtime import gpu
 from tests.ops.dense import scaled_specialized_cases as cases
-from tests.ops.dense.specialized_support import on_hopper
+from tests.ops.dense.specialized_support import on_hopper, pretend_hopper
 from tests.support.ranks import on_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,9 +75,7 @@ def test_graph(operator):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Pretend that the operands are on a Hopper GPU."""
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    pretend_hopper(monkeypatch)
     monkeypatch.setattr(launch, "tma_fits", lambda x, weight: True)
 
 

@@ -49,10 +49,6 @@ class GemmArTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
-    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> GemmArConfig:
-        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
-        return gemm_ar_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, layout)
-
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmArConfig:
         if invariant_ranks():  # the only transport with a reduction tree
             return GemmArConfig(transport="direct")
@@ -113,9 +109,7 @@ class GemmArTunable(dense.DenseTunable):
 
     def compiled(self, config: GemmArConfig) -> tuple | None:
         same = super().compiled(config)
-        return same and (
-            *same, config.exchange, config.transport, config.split_k > 1, config.warp_specialize
-        )
+        return same and (*same, config.exchange, config.transport, config.split_k > 1, config.warp_specialize)
 
 
 register(GemmArTunable())

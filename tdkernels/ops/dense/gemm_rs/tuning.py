@@ -50,10 +50,6 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
-    def default_of(self, problem: "Problem", device: torch.device, specializes: bool = True) -> GemmRsConfig:
-        sizes, layout = self.of_a_rank(problem), problem.layout if specializes else None
-        return gemm_rs_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, layout)
-
     def invariant_config(self, problem: "Problem", device: torch.device) -> GemmRsConfig:
         if problem.world_size > launch_direct.MAX_RANKS:
             reject_invariant(self.name, f"a group of more than {launch_direct.MAX_RANKS} ranks")
