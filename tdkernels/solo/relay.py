@@ -6,13 +6,24 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.lang.context import CTX_BASES, PLAN_BITS
+from tdkernels.lang.context import PLAN_BITS
+from tdkernels.lang.targets import target
 from tdkernels.rounding import next_power_of_2
 from tdkernels.runtime.triton_launcher import BoundLaunch
 
 _MOST_WORDS = 4096  # that are inspected at a time
-# Scans of 2 µs or more, in case that the launch fails.
-_LIMIT = 1_000_000
+_WORDS_PER_THREAD = 4
+_LIMIT = 2_000_000  # scans, of 1 µs or more, in case that the launch fails
+_SCANS_PER_CHECK = tl.constexpr(64)  # a check whether the rank has failed takes as long as a scan
+
+
+@td.jit
+def _fence():
+    """Order earlier reads of this thread before its later writes, for other kernels on this GPU."""
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
 
 
 @td.jit(do_not_specialize=["limit"])
@@ -50,31 +61,45 @@ def relay_kernel(
     left = total
     scans = total * 0
     # The condition is the same in all threads, as the barriers in the loop need.
-    while (left > 0) & (scans < limit) & (td.failed_for_all(ctx) == 0):
+    going = td.failed_for_all(ctx) == 0
+    # Loaded once: a fence makes the next scan load from the L2 cache.
+    own_base = td.symm_base(ctx, 0)
+    first_word = td.signal_at(ctx, half, 0).to(tl.int64)
+    offsets = ()
+    for other in tl.static_range(1, RANKS):
+        offsets = offsets + (td.symm_base(ctx, other) - own_base,)
+    while (left > 0) & (scans < limit) & going:
         scans += 1
         late = total * 0  # signals that have been set and not delivered
         for first in range(0, total, BLOCK):
             lanes = first + tl.arange(0, BLOCK)
             index = lanes // PEERS
             peer = 1 + lanes % PEERS
-            word = td.signal_at(ctx, half, 0).to(tl.int64) + 8 * index.to(tl.int64)
-            there = tl.load(ctx + CTX_BASES + peer) - td.symm_base(ctx, 0)
+            word = first_word + 8 * index.to(tl.int64)
+            there = tl.full((BLOCK,), 0, tl.int64)
+            for number in tl.static_range(PEERS):
+                there = tl.where(peer == 1 + number, offsets[number], there)
             sent_ptrs = (word + there).to(tl.pointer_type(tl.int64))
             own_ptrs = (word + 8 * ((RANKS - peer) * per_source).to(tl.int64)).to(tl.pointer_type(tl.int64))
             valid = lanes < total
-            sent = td.load_acquire(tl.where(valid, sent_ptrs, word.to(tl.pointer_type(tl.int64))))
+            # Volatile loads do not wait for each other, as loads with acquire order would.
+            sent = tl.load(sent_ptrs, mask=valid, other=0, volatile=True)
             own = tl.load(own_ptrs, mask=valid, other=0, volatile=True)
             new = (valid & (sent > own) & (sent >> PLAN_BITS == epoch)).to(tl.int32)
             now = td.clock_ns() * 1000
             place = td.running_sum(new)
             arrived = (new > 0) & (free + place.to(tl.int64) * picoseconds <= now)
-            td.store_release_each(own_ptrs, sent, arrived)
             count = td.sum_of(arrived.to(tl.int32), 0)
+            if count > 0:
+                _fence()  # each thread delivers the signals that it has read
+                tl.atomic_xchg(own_ptrs, sent, mask=arrived, sem="relaxed", scope="sys")
             free += count.to(tl.int64) * picoseconds
             left -= count
             late += td.sum_of(new, 0) - count
         if (late == 0) & (SIGNALS_LAST == 0):
             free = tl.maximum(free, td.clock_ns() * 1000)
+        if scans % _SCANS_PER_CHECK == 0:
+            going = td.failed_for_all(ctx) == 0
     tl.store(calls_ptr, epoch)
 
 
@@ -126,7 +151,7 @@ class Relay:
         picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
         constants = {"RANKS": ranks, "HALVES": halves, "SIGNALS_LAST": signals_last}
         block = min(max(next_power_of_2(per_source * (ranks - 1)), 512), _MOST_WORDS)
-        constants |= {"BLOCK": block, "num_warps": block // 256}
+        constants |= {"BLOCK": block, "num_warps": min(block // (32 * _WORDS_PER_THREAD), 32)}
         numbers = per_source, picoseconds
         if ctx.device.type == "cuda":
             self._stream = _stream(ctx.device, workspace_name)
