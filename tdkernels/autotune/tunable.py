@@ -157,10 +157,6 @@ class Tunable(ABC):
         """Return whether ``trace`` can record a call with a config: whether it launches kernels that record events."""
         return self.compiled(config) is not None
 
-    def as_recorded(self, config: Any, problem: "Problem", device: torch.device) -> Any:
-        """Return the config with which a trace of ``config`` is recorded. Some kernels do not record events."""
-        return config
-
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         """Return the config for a problem without tuned configs.
 

@@ -29,6 +29,14 @@ class SoloState(GroupState):
     def exchange(self, operator: str, text: str) -> list[str]:
         return [text] * self.world_size
 
+    def expect_new_kernels(self) -> None:
+        """Run the next launch of each workspace and plan without a relay, because it may load a kernel.
+
+        Loading a kernel waits for running kernels, and a relay would wait for the loaded one.
+        """
+        for workspace in self.workspaces.values():
+            workspace.expect_new_kernels()
+
 
 def why_not_solo(operators: Sequence[str], world_size: int | None, gbps: float | None) -> str | None:
     """Return the reason why the options --solo and --link of a command make no sense, or None."""

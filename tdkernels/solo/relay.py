@@ -67,7 +67,7 @@ def relay_kernel(
     first_word = td.signal_at(ctx, half, 0).to(tl.int64)
     offsets = ()
     for other in tl.static_range(1, RANKS):
-        offsets = offsets + (td.symm_base(ctx, other) - own_base,)
+        offsets = offsets + (td.symm_base(ctx, other) - own_base,)  # type: ignore[assignment]
     while (left > 0) & (scans < limit) & going:
         scans += 1
         late = total * 0  # signals that have been set and not delivered

@@ -123,9 +123,13 @@ class SoloWorkspace(Workspace):
             self._calls[0].copy_(self.state[words.STATE_EPOCH.value])
         super().after_launch(stream)
         if not self._on_cpu:
-            # Loading a kernel waits for running kernels, and a relay would wait for the loaded one. So the first call
-            # of a plan, which loads all its kernels, runs without a relay.
+            # The first call of a plan, which loads all its kernels, has run without a relay, see ``SoloState``.
             self._relay.is_ready = True
+
+    def expect_new_kernels(self) -> None:
+        """Run the next launch of each plan without a relay, see ``SoloState``."""
+        for *_, relay in self._views.values():
+            relay.is_ready = self.name in _LOCAL
 
     def _signals(self):
         return self._words(self._memory, words.SIGNALS_BEGIN.value, 2 * self.half_signals)

@@ -15,6 +15,7 @@ from tdkernels.launch import rank_device
 from tdkernels.ops.common.config import text_of
 from tdkernels.runtime import gpu
 from tdkernels.runtime.recorder import Recorder, record
+from tdkernels.solo import SoloState
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.trace.clocks import Clocks, SoloClocks
@@ -48,16 +49,19 @@ def record_operator(
     world_size = group.size()
     tuned = tunable(operator)
     problem = Problem.on(device, operator, shape, dtype, layout or tuned.default_layout(dtype), world_size, world_size)
-    config = tuned.as_recorded(_config(problem, device, group, changes), problem, device)
+    config = _config(problem, device, group, changes)
     sets = [tuned.operands(problem, device, _generator(device, seed)) for seed in (0, 1)]
     sets = [tuned.prepared(operands, problem, group, config) for operands in sets]
 
     def call(operands):
         return tuned.run(operands, problem, group, config)
 
-    solo = not group_state(group).has_link
+    state = group_state(group)
+    solo = isinstance(state, SoloState)
     recorder, clocks = Recorder(), SoloClocks(device) if solo else Clocks(group, device)
     untraced_ms = _time(call, sets, device, group)
+    if isinstance(state, SoloState):
+        state.expect_new_kernels()  # those with a trace
     with record(recorder):
         traced_ms = _time(call, sets, device, group)
     events, times = [], []

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import compile_gemm
@@ -17,7 +18,7 @@ from tests.compiled.specialized import (
     moe_gemm_rs_launch,
 )
 from tests.compiled.targets import BF16, FP16, needs_no_gpu
-from tests.support.aot import SHARED_MEMORY, compile_for, machine_code, product_loops, unwritten
+from tests.support.aot import SHARED_MEMORY, compile_for, machine_code, pointer, product_loops, unwritten
 from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
@@ -79,6 +80,14 @@ def check_gather(code, most_spills=0):
     check_loops(code, copies, most_spills)
     loops = product_loops(code, copies)
     assert {len(re.findall(copies, "\n".join(loop))) for loop in loops} == {128 * 128 // 16 // 64}
+
+
+def check_barriers(compiled):
+    """Check the barriers of partitions. A barrier of all threads would wait for warps that never reach it."""
+    ptx = compiled.asm["ptx"]
+    first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
+    barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
+    assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
@@ -291,17 +300,37 @@ def test_rows_are_acquired_before_they_are_loaded():
         assert any(wait < fence < load for fence in fences)
 
 
+@pytest.mark.parametrize("launch, kinds", [
+    # starts, multiplies, stores, pushes, ends; starts, waits, sums, ends
+    (lambda: gemm_rs_launch(2, BF16), 5 + 4),
+    # The partitions that multiply and the one that only exchanges: starts, waits twice, sums, receives, ends
+    (lambda: gemm_ar_launch(8, BF16), 5 + 3 * 6),
+    # starts, waits, multiplies, stores, ends; starts, pushes, ends, and of this rank's slot: copies
+    (lambda: ag_gemm_launch(1, BF16), 5 + 3), (lambda: ag_gemm_launch(1, BF16, fixed_half=True), 5 + 4),
+], ids=["gemm_rs", "gemm_ar", "ag_gemm", "ag_gemm, fixed half"])
+def test_traces(launch, kinds):
+    """Without a trace only waits read the clock, twice each. With one, each partition synchronizes before it does."""
+    kernel, args, options = launch()
+    untraced = compile_for(kernel, args, options, "sm_90").asm["ptx"]
+    assert untraced.count("globaltimer") == 2 * untraced.count("nanosleep") and "%smid" not in untraced
+    traced = compile_for(kernel, args, {**options, "trace_ptr": pointer(torch.int64)}, "sm_90")
+    check_barriers(traced)
+    ptx = traced.asm["ptx"]
+    marks = [found.start() for found in re.finditer(r"mov\.u64 now, %globaltimer; setp", ptx)]
+    assert len(marks) == ptx.count("%smid") == kinds
+    for mark in marks:
+        before = ptx[:mark].rindex("bar")
+        assert re.match(r"bar(rier)?\.(warp\.)?sync", ptx[before:])
+        assert not re.search(r"bra|BB|cp\.async|st\.", ptx[before:mark])
+
+
 @pytest.mark.parametrize("launch", [
     lambda: gemm_rs_launch(2, BF16), lambda: gemm_ar_launch(8, BF16), lambda: ag_gemm_launch(1, BF16),
     lambda: group_gemm_launch(128, BF16),
     lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), lambda: moe_gemm_rs_launch(8, 2, BF16),
 ])
 def test_barriers_are_those_of_a_partition(launch):
-    """A barrier of all threads would wait for warps that never reach it."""
-    ptx = compile_for(*launch(), "sm_90").asm["ptx"]
-    first, last = ptx.index("setmaxnreg"), ptx.rindex("setmaxnreg")
-    barriers = re.findall(r"bar\.sync\s+([^;]*);", ptx[first:last])
-    assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
+    check_barriers(compile_for(*launch(), "sm_90"))
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])

@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tdkernels.lang import context as words
+from tdkernels.solo import SoloState, SoloWorkspace
 from tdkernels.solo.relay import gate_kernel, relay_kernel
 
 RANKS, PER_SOURCE, HALF_SIGNALS = 4, 5, 128
@@ -121,3 +123,19 @@ def test_signals_of_other_calls_are_not_delivered():
 def test_the_gate_opens_when_the_relay_has_begun():
     gate_kernel[(1,)](torch.tensor([4, 5]), 10**9, num_warps=1)
     gate_kernel[(1,)](torch.tensor([4, 4]), 3, num_warps=1)  # not begun: it gives up after its scans
+
+
+def test_a_launch_with_a_new_kernel_has_no_relay():
+    class View:
+        def __init__(self):
+            self.is_ready = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoloWorkspace, "__init__", lambda self, name: None)
+        sends, local = SoloWorkspace("gemm_rs"), SoloWorkspace("moe_route")
+    for workspace, name in ((sends, "gemm_rs"), (local, "moe_route")):
+        workspace.name, workspace._views = name, {plan: (None, None, None, View()) for plan in range(2)}
+    state = SimpleNamespace(workspaces={"one": sends, "two": local})
+    SoloState.expect_new_kernels(state)
+    assert not any(relay.is_ready for *_, relay in sends._views.values())
+    assert all(relay.is_ready for *_, relay in local._views.values()), "it never has a relay"

@@ -19,7 +19,7 @@ def test_trace_command_writes_files_and_prints_tables(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png"]
     for phrase in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
                   "clocks agree within", "transport=", "perfetto", f"{name}.png", "times say nothing"):
-        assert phrase in output
+        assert phrase in " ".join(output.split())  # the title of a narrow table is wrapped
     check_redrawing(tmp_path / f"{name}.json")
 
 

@@ -160,12 +160,6 @@ class DenseTunable(ConfigTunable):
             return self.config_class(method="parts")
         return replace(config, tiles=self.plain_tiles(config.tiles, problem, device))
 
-    def as_recorded(self, config: Any, problem: "Problem", device: torch.device) -> Any:
-        if not getattr(config, "warp_specialize", False):
-            return config
-        tiles = None if config.tiles is None else self.plain_tiles(config.tiles, problem, device)
-        return replace(config, tiles=tiles, warp_specialize=False)
-
     def plain_tiles(self, tiles: Tiles, problem: "Problem", device: torch.device) -> Tiles:
         """Return the tile of a kernel without warp specialization, given one for 16-bit or for specialized operands."""
         if not is_scaled(problem):

@@ -11,6 +11,7 @@ from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
 SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
+PUSHED_BYTES = 64 << 10  # of a shard, that a program of these kernels pushes at a time
 STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 

@@ -87,13 +87,14 @@ class ExchangeRun:
         self.z = [np.full((m, n), np.nan) for _ in range(ranks)]
         self.signals, self.flags = [set() for _ in range(ranks)], [Counter() for _ in range(ranks)]
         self.items, self.left = [0] * ranks, [list(range(self.bundles * ranks)) for _ in range(ranks)]
+        self.marks = {}  # {(rank, piece of a trace): kinds}
         self.is_portable = [rank > 0 and random.random() < 0.2 for rank in range(ranks)]
         self.code = compiled(
             source, load=self._load, store=self._store, data_at=self._data_at,
             signal_at=lambda ctx, half, number: number, flag_at=lambda ctx, number: number,
             wait_for_ranks=self._wait_for_ranks, wait_for_rank=self._wait_for_rank,
             is_last_arriver_of_warps=self._is_last, notify_all_by_warps=self._notify_all, multiply_tiles=self._multiply,
-            request_by_warps=self._request, item_of_warps=lambda answer: answer,
+            request_by_warps=self._request, item_of_warps=lambda answer: answer, mark_by_warps=self._mark, ALL_PEERS=-2,
         )
 
     def __call__(self):
@@ -108,12 +109,21 @@ class ExchangeRun:
         for rank in range(self.ranks):
             assert np.array_equal(self.z[rank], self._expected()), f"z of rank {rank}"
             assert not any(self.flags[rank].values()), "a flag is not reset"
+            if not self.is_portable[rank]:
+                self._check_marks(rank)
+
+    def _check_marks(self, rank):
+        """Check that a trace would have all work items, with their kinds in order."""
+        first = self.bundles * self.ranks
+        for item in range(self.bundles * (SPLIT + (self.ranks - 1) * PARTS)):
+            work = self.marks[rank, first + item]
+            assert work in (["starts", "ends"], *(["starts", "waits", kind, "ends"] for kind in ("sums", "receives")))
 
     def _partitions(self, rank):
         """Return {name: function} for the partitions of the programs of a rank that have started."""
         num_items = self.bundles * (SPLIT + (self.ranks - 1) * PARTS)
         tensors = _Output(self.z[rank]), _Output(self.bias)
-        call = rank, self.problem, *tensors, num_items, self.delay, HALF, SIGNAL, rank
+        call = rank, self.problem, *tensors, num_items, self.delay, HALF, SIGNAL, rank, rank
         constants = ROWS, SPLIT, PARTS, self.ranks, True
         found = {}
         for program in range(self.schedule.random.randint(1, self.programs)):
@@ -182,6 +192,9 @@ class ExchangeRun:
         self.schedule.until()
         self.items[ctx] += 1
         return self.items[ctx] - 1
+
+    def _mark(self, trace, kind, warps, peer=-1):
+        self.marks.setdefault(trace, []).append(kind)
 
     def _data_at(self, ctx, half, peer):
         assert half == HALF

@@ -177,6 +177,8 @@ class Run:
         self.next_item, self.loads, self.stores, self.sent = 0, [], [], []
         self.unread, self.unfinished = 0, 0  # TMA stores
         self.closed = False
+        # Every other run is traced: {piece: kinds}.
+        self.trace, self.marks = "trace" if seed % 2 else None, {}
         self.code = self._code(source or source_of(*self.partitions))
 
     def __call__(self):
@@ -185,6 +187,18 @@ class Run:
         self.schedule.start({**self.threads(), **engines})
         found = [entry[1:] for entry in self.sent if entry[0] == "tile"]
         assert sorted(found) == sorted(quarter for item in range(self.items) for quarter in self.quarters(item))
+
+    def check_marks(self, of_output, may_wait=False):
+        """Check that a trace has all work items, with their kinds in order.
+
+        of_output: item -> kinds after the main loop
+        may_wait: whether items may wait for their operands
+        """
+        assert sorted(self.marks) == (list(range(self.items)) if self.trace else [])
+        for item, kinds in self.marks.items():
+            assert kinds[0] == "starts" and kinds[-1] == "ends"
+            waits = ["waits"] if may_wait and "waits" in kinds else []
+            assert kinds[1:-1] == [*waits, "multiplies", *of_output(item)], kinds
 
     # ---- what differs between the kernels ----
 
@@ -255,7 +269,7 @@ class Run:
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
             "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
             "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "ONE_WARP": 1, "FOUR_WARPS": 4,
-            "HALF_LAYOUT": None, "FP8_LAYOUT": None,
+            "HALF_LAYOUT": None, "FP8_LAYOUT": None, "mark_by_warps": self._mark,
             "item_word": lambda memory, stage, number: memory[3][words * stage + number],
             "write_item": self._write, "read_item": self._read,
         }
@@ -331,6 +345,10 @@ class Run:
     def _item(self, answer):
         self.next_item += 1
         return self.next_item - 1
+
+    def _mark(self, trace, kind, warps, peer=-1):
+        if trace[0] is not None:
+            self.marks.setdefault(trace[1], []).append(kind)
 
     def _write(self, cell, item, layout):
         self.schedule.until()

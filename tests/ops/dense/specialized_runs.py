@@ -23,6 +23,7 @@ class GemmRsRun(Run):
     def __call__(self):
         super().__call__()
         assert [entry[1] for entry in self.sent if entry[0] == "signal"] == list(range(self.items))
+        self.check_marks(lambda item: ["stores"] if item % self.ranks == self.ranks - 1 else ["pushes"])
 
     def threads(self):
         bars, ranks = indexed(self.bars), self.ranks
@@ -32,12 +33,12 @@ class GemmRsRun(Run):
 
         def load():
             self.code["load_partition"](
-                None, (x, "weight"), self.memory, bars, self.items, problem, 0, ranks, False,
+                None, (x, "weight"), self.memory, bars, self.items, problem, 0, self.trace, ranks, False,
                 self.code["place_of_item"],
             )
 
         def send():
-            self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, ranks)
+            self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks)
             self.closed = True
 
         return {
@@ -81,6 +82,10 @@ class AgGemmRun(Run):
         super().__init__(seed, items, steps, source)
         self.kinds = [self.schedule.random.choice(["whole", "first half", "second half"]) for _ in range(items)]
 
+    def __call__(self):
+        super().__call__()
+        self.check_marks(lambda item: ["stores"], may_wait=True)
+
     def sides(self, item):
         return {"whole": (0, 1), "first half": (0,), "second half": (1,)}[self.kinds[item]]
 
@@ -93,11 +98,11 @@ class AgGemmRun(Run):
         def load():
             self.code["load_partition"](
                 None, (own, gathered, ("weight",)), self.memory, bars, self.items, order, weights, 1, 7,
-                self.items * BLOCK_M, 100, self.steps, self.slice_steps, False,
+                self.items * BLOCK_M, 100, self.steps, self.slice_steps, self.trace, False,
             )
 
         def store():
-            self.code["store_partition"](self.memory, bars, (out,), order, weights, self.items * BLOCK_M)
+            self.code["store_partition"](self.memory, bars, (out,), order, weights, self.items * BLOCK_M, self.trace)
             self.closed = True
 
         def arrive():

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tdkernels import AgGemmConfig, Tiles
 from tdkernels.ops.common.specialized import push
+from tdkernels.ops.common.tile_config import PUSHED_BYTES
 from tdkernels.ops.dense.ag_gemm import launch_specialized
 from tdkernels.rounding import cdiv
 from tests.ops.dense.specialized_protocol import Schedule
@@ -39,6 +41,9 @@ class Push:
         per_row = self.schedule.random.choice([1, 5])
         self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes, per_row)
         self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4 * per_row, self.row_bytes) * self.row_bytes
+        x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
+        self.num_pushes = launch_specialized._num_pushes(x, ranks, config, fixed_half)
+        self.marks = {}  # {piece of a trace: kinds}
         self.items, self.flags, self.sent, self.sent_scales, self.signals = 0, {}, {}, {}, []
         self.code = self._code(source or Path(push.__file__).read_text())
 
@@ -51,7 +56,7 @@ class Push:
         # The last one is a program that does not push.
         self.schedule.start({
             f"program {program}": lambda program=program: self.code["push_partition"](
-                None, 0, HALF, SIGNAL, shard, self.scales, program, self.num_workers, self.fixed_half
+                None, 0, HALF, SIGNAL, shard, self.scales, program, self.num_workers, self.fixed_half, 2, "trace", 100
             )
             for program in [*range(started), self.num_workers]
         })
@@ -70,6 +75,13 @@ class Push:
         assert sorted(self.signals) == expected
         assert set(self.flags.values()) == {0} and set(self.flags) == set(range(self.num_flags))
 
+        assert sorted(self.marks) == list(range(100, 100 + self.num_pushes))
+        kinds = {tuple(of_piece) for of_piece in self.marks.values()}
+        assert kinds <= {("starts", kind, "ends") for kind in ("pushes", "copies")}
+
+    def _mark(self, trace, kind, warps, peer=-1):
+        self.marks.setdefault(trace[1], []).append(kind)
+
     def _parts_of_row(self, slices):
         begins = [number * self.slice_bytes for number in slices]
         return [(begin, min(self.slice_bytes, self.row_bytes - begin)) for begin in begins]
@@ -85,7 +97,7 @@ class Push:
             "num_ranks": lambda ctx: self.ranks, "data_at": lambda ctx, half, peer: (peer + 1) * STRIDE,
             "flag_at": lambda ctx, index: index, "signal_at": lambda ctx, half, number: number,
             "request_by_warps": lambda ctx, queue, warps: self._request(queue), "item_of_warps": lambda answer: answer,
-            "notify_if_last_arriver": self._arrive,
+            "notify_if_last_arriver": self._arrive, "mark_by_warps": self._mark, "PUSHED_BYTES": PUSHED_BYTES,
         }
         exec(compile(tree, push.__file__, "exec"), names)
         names |= {"_copy": self._copy, "_copy_scales": self._copy_scales}

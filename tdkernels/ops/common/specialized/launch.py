@@ -8,7 +8,7 @@ from tdkernels.lang.tested_versions import triton_is_tested
 from tdkernels.ops.common.gemm_operands import tma_fits
 from tdkernels.ops.common.scaling import LAYOUTS, Scales
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES
-from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor
 
 _BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
@@ -40,7 +40,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor, config: Any, scales: Scales 
     """Return whether the dense warp-specialized kernels can multiply these operands on this device."""
     if not is_enabled(config) or config.tiles.block_k * x.itemsize != STEP_BYTES:
         return False
-    if gpu.capability(x.device) != (9, 0) or weight.shape[0] % 16 or recorder.active is not None:
+    if gpu.capability(x.device) != (9, 0) or weight.shape[0] % 16:
         return False
     return (scales is None or _supports_scaled(x, weight, scales)) and tma_fits(x, weight) and triton_is_tested()
 

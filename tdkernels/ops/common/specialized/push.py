@@ -5,12 +5,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import data_at, flag_at, num_ranks, rank, signal_at
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warps, notify_if_last_arriver, request_by_warps
 from tdkernels.lang.memory import pointer_to
+from tdkernels.ops.common.tile_config import PUSHED_BYTES
 
 _ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
 _SCALES = gl.constexpr(1024)  # in flight
-_PART_BYTES = gl.constexpr(64 << 10)  # that a program pushes at a time
+_PART_BYTES = gl.constexpr(PUSHED_BYTES)
 
 
 @gluon.jit
@@ -74,6 +76,7 @@ def _push_part(
 @gluon.jit
 def push_partition(
     ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr, WARPS: gl.constexpr = 2,
+    trace_ptr=None, first_piece=0,
 ):
     """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
@@ -85,6 +88,7 @@ def push_partition(
         of a slot)
     scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
+    first_piece: of these work items in a trace
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
     others = num_ranks(ctx) - 1
@@ -101,14 +105,19 @@ def push_partition(
         while item < num_items:
             answer = request_by_warps(ctx, 1, WARPS)
             rest, part = item // parts, item % parts
+            trace = trace_ptr, first_piece + item
+            mark_by_warps(trace, "starts", WARPS)
             if item < num_pushes:
                 step, rest = 1 + rest % others, rest // others
+                mark_by_warps(trace, "pushes", WARPS, (rank(ctx) + step) % num_ranks(ctx))
                 _push_part(
                     ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True, WARPS
                 )
             elif COPY_OWN:
                 rest -= num_chunks * slices * others
+                mark_by_warps(trace, "copies", WARPS)
                 _push_part(
                     ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False, WARPS
                 )
+            mark_by_warps(trace, "ends", WARPS)
             item = item_of_warps(answer)

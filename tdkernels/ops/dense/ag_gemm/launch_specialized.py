@@ -9,11 +9,11 @@ import torch
 from tdkernels.ops.common.gemm_operands import scale_operands, scale_pointers, weight_layout
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
 from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv
-from tdkernels.runtime import gpu
+from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -82,13 +82,28 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
 
 
 def _grid(x, weights, world_size, num_comm, config):
-    """Return (number of programs, number of whole tiles)."""
+    """Return (number of programs, number of whole tiles, number of work items with tiles)."""
     tiles = world_size * sum(config.tiles.count(x.shape[0], weight.shape[0]) for weight in weights)
     n = sum(weight.shape[0] for weight in weights)
     bound_by_link = is_bound_by_link(n, world_size)
     available = gpu.num_sms(x.device) - gpu.spare_sms
     whole = whole_tiles(tiles, available, bound_by_link)
-    return max(min(2 * tiles - whole, available), num_comm), whole
+    items = 2 * tiles - whole
+    return max(min(items, available), num_comm), whole, items
+
+
+def _num_pushes(x, world_size, config, copies_own):
+    """Return the number of work items of ``push_partition``."""
+    rows, k = x.shape
+    slices = num_slices(k, config)
+    chunk_rows = min(config.chunk_tiles * _BLOCK_M, rows)
+    parts = min(cdiv(chunk_rows * _slice_steps(k * x.itemsize, slices) * STEP_BYTES, PUSHED_BYTES), chunk_rows)
+    return num_chunks(rows, config) * slices * parts * (world_size if copies_own else world_size - 1)
+
+
+def _slice_steps(row_bytes, slices):
+    """Return the steps of K of a slice. Slices have about the same size."""
+    return cdiv(cdiv(row_bytes, STEP_BYTES), slices)
 
 
 def _output_descriptor(y, segment_rows):
@@ -112,8 +127,7 @@ def _arguments(
         for (weight, _, _), bias, y in zip(layouts, biases, ys, strict=True)
     ]
     unused = MAX_WEIGHTS - len(weights)
-    # Slices of about the same size.
-    slice_steps = cdiv(cdiv(k * x.itemsize, STEP_BYTES), num_slices(k, config))
+    slice_steps = _slice_steps(k * x.itemsize, num_slices(k, config))
     sizes = [weight.shape[0] for weight in weights] + [0] * unused
     args = (
         ctx, x, specialized.rows_descriptor(x, 1, rows, rows * k), specialized.rows_descriptor(*gathered),
@@ -159,10 +173,13 @@ def prepare(
     gathered, slot_rows, plan, fixed = memory
     rows, dtype = workspace.world_size * x.shape[0], out_dtype_of(x, scales)
     ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
-    programs, num_whole = _grid(x, weights, workspace.world_size, num_comm, config)
+    programs, num_whole, items = _grid(x, weights, workspace.world_size, num_comm, config)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows,
         fixed, scales,
     )
+    pushes = _num_pushes(x, workspace.world_size, config, fixed) if num_comm else 0
+    # Halves of tiles without columns do not run.
+    constants["trace_ptr"] = recorder.buffer(x.device, items + pushes, all_run=False)
     operands = x, *weights, *biases, *scale_operands(scales)
     return Launch(order, _kernel(), (programs,), args, constants, operands, ys, (workspace.ctx, gathered[0]))

@@ -70,12 +70,6 @@ class AgGemmTunable(dense.DenseTunable):
             return AgGemmConfig(num_comm_sms=2)
         return AgGemmConfig(num_comm_sms=ag_gemm_config.num_pushing(problem.world_size))
 
-    def as_recorded(self, config: AgGemmConfig, problem: "Problem", device: torch.device) -> AgGemmConfig:
-        if not config.warp_specialize:
-            return config
-        num_comm = min(config.num_comm_sms, AgGemmConfig.num_comm_sms)
-        return replace(super().as_recorded(config, problem, device), num_comm_sms=num_comm)
-
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.lang.context import signal_at
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
 from tdkernels.ops.common.specialized.layout import (
@@ -26,7 +27,7 @@ from tdkernels.ops.common.specialized.store import store_half
 
 @gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, num_items, problem, me, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
+    ctx, operands, memory, bars, num_items, problem, me, trace_ptr, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
     PLACE: gl.constexpr,
 ):
     """Fetch work items, and load their operands.
@@ -44,6 +45,8 @@ def load_partition(
     early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
     while item < num_items:
         begin_item(memory, bars, item, (row, col, 0), turn)
+        mark_by_warps((trace_ptr, item), "starts", 1)
+        mark_by_warps((trace_ptr, item), "multiplies", 1, (me + 1 + item % RANKS) % RANKS)
         block = 0, row, col, col + HALF_N, 0
         turn = load_steps(operands, memory, bars, block, True, turn, 0, early, NO_HALVES, W_IS_KN)
         answer = request_by_warp(ctx, 0)
@@ -60,7 +63,7 @@ def load_partition(
 
 
 @gluon.jit
-def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, RANKS: gl.constexpr):
+def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, trace_ptr, RANKS: gl.constexpr):
     """Send each tile to its owner, wait until it has arrived, and set its signal there.
 
     Work item number ``item`` belongs to rank + 1 + ``item % RANKS``. Its slot and its signal there have the number
@@ -74,6 +77,10 @@ def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, RANKS
     while item != NO_ITEM:
         slot = me * per_source + item // RANKS
         step = item % RANKS
+        if step == RANKS - 1:
+            mark_by_warps((trace_ptr, item), "stores", 1)
+        else:
+            mark_by_warps((trace_ptr, item), "pushes", 1, (me + 1 + step) % RANKS)
         for side in gl.static_range(2):
             if side > 0:
                 mbarrier.wait(bars.index(OUT_FULL), side)
@@ -85,5 +92,6 @@ def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, RANKS
         await_tma_stores()
         # waiter: the partition of the owner that adds the partials of this tile
         notify_from_warp(ctx, signal_at(ctx, half, slot), (me + 1 + step) % RANKS, signal)
+        mark_by_warps((trace_ptr, item), "ends", 1)
         mbarrier.wait(bars.index(OUT_FULL), 0)
         item = read_item(sent.index(0), ONE_WARP)

@@ -10,7 +10,7 @@ from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
 from tdkernels.rounding import cdiv
-from tdkernels.runtime import gpu
+from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -70,6 +70,8 @@ def prepare(
     programs = gpu.num_sms(x.device) - gpu.spare_sms
     delay = min(_WAVES * cdiv(programs, world_size), bundles)
     args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales)
+    items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS)
+    constants["trace_ptr"] = recorder.buffer(x.device, items)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
     return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z,), fixed)

@@ -9,7 +9,7 @@ from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
-from tdkernels.runtime import gpu
+from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -57,6 +57,8 @@ def prepare(
     args, constants = shared.arguments(
         workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales
     )
+    items = pieces + pieces // world_size * shared.SPLIT
+    constants["trace_ptr"] = recorder.buffer(x.device, items)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     grid = (gpu.num_sms(x.device) - gpu.spare_sms,)
     operands = (x, weight, bias, *scale_operands(scales))

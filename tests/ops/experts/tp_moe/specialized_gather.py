@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from tdkernels.ops.common.tile_config import PUSHED_BYTES
 from tdkernels.rounding import cdiv, round_up
 from tests.ops.experts.tp_moe.specialized_protocol import (
     HALF,
@@ -64,6 +65,7 @@ class GatherRun:
             source, rank=lambda ctx: self.me, num_ranks=lambda ctx: self.ranks, data_at=self._data_at,
             signal_at=self._signal_at, flag_at=lambda ctx, index: index, wait_each=self._wait_each,
             request_by_warps=self._request, item_of_warps=lambda answer: answer, notify_if_last_arriver=self._notify,
+            mark_by_warps=lambda *_: None, PUSHED_BYTES=PUSHED_BYTES,
         )
         code["_copy"] = self._push
         return code

@@ -76,7 +76,7 @@ def ag_gemm_specialized_kernel(
     M_shard, N, N_2, N_3, K, slot_rows, plan, num_comm, num_whole, chunk_tiles, group_m, segment_rows,
     slice_steps,
     FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "",
-    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
+    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False, trace_ptr=None,
 ):
     """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16.
 
@@ -120,16 +120,19 @@ def ag_gemm_specialized_kernel(
             (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, HAS_BIAS, SCALING, PROMOTE)),
             (
                 push_partition,
-                (ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm, FIXED_HALF),
+                (
+                    ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm, FIXED_HALF, 2,
+                    trace_ptr, num_items,
+                ),
             ),
             (
                 load_partition,
                 (
                     ctx, operands, memory, bars, num_items, order, weights, half, signal, slot_rows, num_chunks, steps,
-                    slice_steps, W_IS_KN,
+                    slice_steps, trace_ptr, W_IS_KN,
                 ),
             ),
-            (store_partition, (memory, bars, y_descs, order, weights, segment_rows)),
+            (store_partition, (memory, bars, y_descs, order, weights, segment_rows, trace_ptr)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.lang.context import signal_at
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import count_ready_by_warp, item_of_warp, request_by_warp
 from tdkernels.lang.signals import wait_plan
 from tdkernels.ops.common.specialized.layout import (
@@ -103,7 +104,7 @@ def _next_rows(ctx, answer, num_items, order, weights, half, signal, num_chunks,
 @gluon.jit
 def load_partition(
     ctx, operands, memory, bars, num_items, order, weights, half, signal, slot_rows, num_chunks, steps, slice_steps,
-    W_IS_KN: gl.constexpr,
+    trace_ptr, W_IS_KN: gl.constexpr,
 ):
     """Fetch work items, and load their operands as the rows arrive, one slice of K after the other.
 
@@ -124,6 +125,13 @@ def load_partition(
     source, pid_m, which, n, col, is_whole = place
     while item < num_items:
         row, is_own = pid_m * BLOCK_M, source == order[0]
+        trace = trace_ptr, item
+        mark_by_warps(trace, "starts", 1)
+        if trace_ptr is not None:
+            if ready == 0:  # later slices are awaited while the tile is multiplied
+                mark_by_warps(trace, "waits", 1, source)
+                _await_slice(ctx, first_ptr, 0, signal, source, ready)
+            mark_by_warps(trace, "multiplies", 1, source)
         begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
         descs = selected(x_desc, gathered_desc, is_own), of_weight(which, w_descs)
         plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
@@ -149,7 +157,7 @@ def load_partition(
 
 
 @gluon.jit
-def store_partition(memory, bars, y_descs, order, weights, segment_rows):
+def store_partition(memory, bars, y_descs, order, weights, segment_rows, trace_ptr):
     """Store tiles in the outputs.
 
     y_descs: outputs as [W * M_shard / segment_rows, segment_rows, N], for [1, HALF_M, HALF_N] elements
@@ -161,6 +169,7 @@ def store_partition(memory, bars, y_descs, order, weights, segment_rows):
     while code != NO_ITEM:
         source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
         desc = of_weight(which, y_descs)
+        mark_by_warps((trace_ptr, code // 2), "stores", 1)
         row = pid_m * BLOCK_M
         plane, row = row // segment_rows * ranks + source, row % segment_rows
         for side in range(2 - code % 2):
@@ -170,5 +179,6 @@ def store_partition(memory, bars, y_descs, order, weights, segment_rows):
             tma.store_wait(0)  # the half has been read
             mbarrier.arrive(bars.index(OUT_FREE), count=1)
             number += 1
+        mark_by_warps((trace_ptr, code // 2), "ends", 1)
         mbarrier.wait(bars.index(OUT_FULL), number & 1)
         code = read_item(sent.index(0), ONE_WARP)

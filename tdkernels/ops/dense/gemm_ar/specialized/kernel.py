@@ -55,7 +55,7 @@ def gemm_ar_specialized_kernel(
     M, N, K, plan, group_m, delay,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr,
     W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
-    PROMOTE: gl.constexpr = False,
+    PROMOTE: gl.constexpr = False, trace_ptr=None,
 ):
     """Compute z [M, N] as ``gemm_ar_direct_kernel`` does. N is a multiple of 16.
 
@@ -84,7 +84,7 @@ def gemm_ar_specialized_kernel(
     operands = x_desc, w_desc
     epilogue = x_scale_ptr, M, w_scale_ptr, N, steps, X_STEP, W_STEP
     place: gl.constexpr = place_of_item  # Triton 3.6 does not accept the function itself as an argument
-    exchange = ctx, problem, z_ptr, bias_ptr, num_items, delay, half, signal, me
+    exchange = ctx, problem, z_ptr, bias_ptr, num_items, delay, half, signal, me, trace_ptr
     gl.warp_specialize(
         [
             (
@@ -102,8 +102,8 @@ def gemm_ar_specialized_kernel(
                 ),
             ),
             (exchange_partition, (exchange, ROWS, SPLIT, PARTS, RANKS, HAS_BIAS, 2)),
-            (load_partition, (ctx, operands, memory, bars, num_tiles, problem, me, RANKS, W_IS_KN, place)),
-            (send_partition, (ctx, memory, bars, descs, 2 * bundles, half, signal, me, RANKS)),
+            (load_partition, (ctx, operands, memory, bars, num_tiles, problem, me, trace_ptr, RANKS, W_IS_KN, place)),
+            (send_partition, (ctx, memory, bars, descs, 2 * bundles, half, signal, me, trace_ptr, RANKS)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

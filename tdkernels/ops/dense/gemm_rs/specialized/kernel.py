@@ -43,6 +43,7 @@ def gemm_rs_specialized_kernel(
     M_shard, N, K, plan, group_m, segment_rows,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr, W_IS_KN: gl.constexpr,
     SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
+    trace_ptr=None,
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
@@ -63,7 +64,7 @@ def gemm_rs_specialized_kernel(
     tiles = ((M_shard + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     # A void launch has no work items: a peer may still read the data of an earlier launch.
     num_tiles = gl.where(signal != 0, tiles, 0)
-    num_sums = num_tiles * SPLIT
+    num_items, num_sums = num_tiles * RANKS, num_tiles * SPLIT
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
@@ -73,14 +74,14 @@ def gemm_rs_specialized_kernel(
     operands = x_desc, w_desc
     epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, steps, X_STEP, W_STEP
     place: gl.constexpr = place_of_item  # Triton 3.6 does not accept the function itself as an argument
-    sums = ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me
+    sums = ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me, trace_ptr
     gl.warp_specialize(
         [
             (multiply_tiles, (memory, bars, steps, epilogue, 0, W_IS_KN, SCALING, PROMOTE)),
             (multiply_tiles, (memory, bars, steps, epilogue, 1, W_IS_KN, SCALING, PROMOTE)),
             (add_partition, (sums, ROWS, SPLIT, RANKS, HAS_BIAS)),
-            (load_partition, (ctx, operands, memory, bars, num_tiles * RANKS, problem, me, RANKS, W_IS_KN, place)),
-            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, RANKS)),
+            (load_partition, (ctx, operands, memory, bars, num_items, problem, me, trace_ptr, RANKS, W_IS_KN, place)),
+            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,
