@@ -297,6 +297,9 @@ class GroupState:
         _launches += 1
         self.last_launch = threading.get_ident(), _launches
 
+    def expect_new_kernels(self) -> None:
+        """Prepare for calls that load other kernels than the calls before. Only solo mode has anything to prepare."""
+
     def end_abruptly(self, name: str, error: BaseException) -> None:
         """Break the group on this rank after an exception between the launches of a call, if it is not ``in_step``."""
         if not getattr(error, "in_step", False):

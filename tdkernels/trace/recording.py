@@ -15,7 +15,6 @@ from tdkernels.launch import rank_device
 from tdkernels.ops.common.config import text_of
 from tdkernels.runtime import gpu
 from tdkernels.runtime.recorder import Recorder, record
-from tdkernels.solo import SoloState
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.trace.clocks import Clocks, SoloClocks
@@ -57,11 +56,10 @@ def record_operator(
         return tuned.run(operands, problem, group, config)
 
     state = group_state(group)
-    solo = isinstance(state, SoloState)
+    solo = not state.has_link
     recorder, clocks = Recorder(), SoloClocks(device) if solo else Clocks(group, device)
     untraced_ms = _time(call, sets, device, group)
-    if isinstance(state, SoloState):
-        state.expect_new_kernels()  # those with a trace
+    state.expect_new_kernels()  # those with a trace
     with record(recorder):
         traced_ms = _time(call, sets, device, group)
     events, times = [], []
