@@ -264,7 +264,7 @@ def _launch_of(order, workspace, memory, num_comm, x, weights, biases, config, s
     """
     gathered, slot_rows, plan, fixed_half = memory
     topology = workspace.group.topology
-    # The specialized kernel pushes the scales with their rows. In memory of an AsyncAllGather they are gathered already.
+    # The specialized kernel pushes the scales with their rows. Those of an AsyncAllGather are gathered already.
     may_specialize = scales is None or not fixed_half
     if may_specialize and launch_specialized.supports(x, weights, config, segment_rows, topology.num_nodes, scales):
         return launch_specialized.prepare(
