@@ -1,6 +1,8 @@
 """Summarize a Trace: shares of the multiprocessors' time, arrival of data, and the longest waits."""
 
+import math
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from tdkernels.trace.timeline import ALL_PEERS, KINDS, NO_PEER
@@ -17,23 +19,39 @@ _WAITS = 3  # longest waits shown for each rank
 def shares(trace, rank):
     """Return {kind: share of time} for a rank, from the start of its first program to the end of its last.
 
-    The total is the time of all slots (multiprocessor and lane) in which programs run. "overhead" is the time in which
-    programs start and finish. "idle" is the time without a program in the slot, and "tail" is the part of it after the
-    slot's last program. All shares except "tail" add up to 1.
+    The total is the time of all multiprocessors. A kind counts as long as at least one program of a multiprocessor
+    performs it, so with several programs at a time the shares can add up to more than 1. "overhead" is the time in
+    which programs start and finish. "idle" is the time without a program, and "tail" is the part of it after the last
+    program.
     """
     begin, end = trace.span(rank)
-    spent, last = defaultdict(int), defaultdict(lambda: begin)
+    found = defaultdict(lambda: defaultdict(list))  # place -> kind -> [(begin, end)]
     for interval in trace.ranks[rank]:
-        spent[interval.kind] += interval.end - interval.begin
-        place = interval.multiprocessor, interval.lane
-        last[place] = max(last[place], interval.end)
-    unused = max(trace.about["num_multiprocessors"] - len({multiprocessor for multiprocessor, _ in last}), 0)
-    total = max((len(last) + unused) * (end - begin), 1)
-    found = {kind: spent[kind] / total for kind in BUSY}
-    found["overhead"] = sum(spent[kind] for kind in _OVERHEAD) / total
-    found["idle"] = 1 - sum(found.values())
-    found["tail"] = (sum(end - of_place for of_place in last.values()) + unused * (end - begin)) / total
-    return found
+        found[_place(interval)][interval.kind].append((interval.begin, interval.end))
+    unused = max(trace.about["num_multiprocessors"] - len(found), 0)
+    total = max((len(found) + unused) * (end - begin), 1)
+
+    def share(kinds):
+        return sum(_covered(chain.from_iterable(of[kind] for kind in kinds)) for of in found.values()) / total
+
+    every = {kind: share([kind]) for kind in BUSY}
+    last = [max(stop for intervals in of.values() for _, stop in intervals) for of in found.values()]
+    tail = sum(end - stop for stop in last) + unused * (end - begin)
+    return {**every, "overhead": share(_OVERHEAD), "idle": 1 - share(KINDS), "tail": tail / total}
+
+
+def _place(interval):
+    """Return the multiprocessor of an interval, or its lane if that is not known."""
+    return interval.multiprocessor, interval.lane if interval.multiprocessor < 0 else 0
+
+
+def _covered(intervals):
+    """Return the time that is within at least one of several intervals (begin, end)."""
+    total, reached = 0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(end - max(begin, reached), 0)
+        reached = max(reached, end)
+    return total
 
 
 def arrivals(trace: "Trace", rank: int) -> tuple[int, int, bool] | None:

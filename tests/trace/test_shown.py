@@ -83,12 +83,14 @@ def test_concurrent_programs_of_a_multiprocessor_get_separate_rows():
 def test_shares_include_idle_multiprocessors():
     trace = make_trace(two_ranks())
     share = shares(trace, 0)
-    total = 5 * 200  # multiprocessor 2 is idle, and 1 runs two programs at a time
+    total = 4 * 200  # multiprocessor 2 is idle
     assert trace.span(0)[1] - trace.span(0)[0] == 200
-    assert share["multiplies"] == pytest.approx((98 + 70 + 40 + 88 + 28) / total)
+    # Multiprocessor 1 multiplies from 29 to 99 and from 11 to 51.
+    assert share["multiplies"] == pytest.approx((98 + 88 + (99 - 11) + 28) / total)
     assert share["waits"] == pytest.approx(28 / total)
     assert share["overhead"] == pytest.approx(5 * 2 / total)
-    assert share["tail"] == pytest.approx((0 + 100 + 148 + 200 + 20) / total)
+    assert share["idle"] == pytest.approx((10 + 100 + 200 + 170) / total)
+    assert share["tail"] == pytest.approx((0 + 100 + 200 + 20) / total)
 
 
 def test_data_arrives_at_the_end_of_the_push():
