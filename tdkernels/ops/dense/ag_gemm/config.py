@@ -21,7 +21,7 @@ _NUM_COMM_SMS_OF_TWO = 8
 # For the warp-specialized kernel, whose programs push about 10 GB/s each. On 8 H200 and in eight shapes, 64 were the
 # fastest of 24, 32, 48, 64, 96 and 128 on average; 128 took 1.05 of their time. In fp8 a GEMM takes half of the time:
 # on 4 H100 and in three shapes, 96 and 131 took 0.96 of the time of 64, and 40 took 1.14.
-_NUM_COMM_SPECIALIZED, _NUM_COMM_SPECIALIZED_FP8 = 64, 96
+NUM_COMM_SPECIALIZED, _NUM_COMM_SPECIALIZED_FP8 = 64, 96
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
 MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
@@ -59,8 +59,8 @@ class AgGemmConfig:
             N / W a multiple of 16. Operands have 16 bits, and steps 64 elements of K. Alternatively operands are fp8
             with K as the inner dimension, steps have 128 elements, outputs have 16 bits, and transport is "push".
             Operands of different fp8 formats are not supported with fast accumulation. Programs that push then also
-            compute tiles, and ``num_warps`` and ``num_stages`` are not used. Otherwise, and while a trace is recorded,
-            another kernel runs, with at most 24 programs that push (8 for two ranks). Results are the same.
+            compute tiles, and ``num_warps`` and ``num_stages`` are not used. Otherwise another kernel runs, with at
+            most 24 programs that push (8 for two ranks). Results are the same.
     """
 
     method: str = "fused"
@@ -121,7 +121,7 @@ def num_pushing(world_size: int) -> int:
 
 def specialized_config(dtype: "torch.dtype", device: "torch.device") -> AgGemmConfig:
     """Return the default config of the warp-specialized kernel."""
-    num_comm = _NUM_COMM_SPECIALIZED_FP8 if dtype.itemsize == 1 else _NUM_COMM_SPECIALIZED
+    num_comm = _NUM_COMM_SPECIALIZED_FP8 if dtype.itemsize == 1 else NUM_COMM_SPECIALIZED
     num_comm = min(num_comm, gpu.num_sms(device) - 1)
     return AgGemmConfig(tiles=LARGE, num_comm_sms=num_comm, chunk_tiles=_CHUNK_SPECIALIZED, warp_specialize=True)
 

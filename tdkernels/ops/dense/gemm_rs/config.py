@@ -40,8 +40,8 @@ class GemmRsConfig:
             They do so on Hopper, for tiles of 128 x 256, operands that TMA can load, and N a multiple of 16. Operands
             have 16 bits, and steps 64 elements of K. Alternatively operands are fp8 with K as the inner dimension,
             steps have 128 elements, and outputs have 16 bits. Operands of different fp8 formats are not supported with
-            fast accumulation. ``num_warps`` and ``num_stages`` are not used then. Otherwise, with ``max_ranks`` of the
-            batch-invariant mode, and while a trace is recorded, the same config runs without it. Results are the same.
+            fast accumulation. ``num_warps`` and ``num_stages`` are not used then. Otherwise, and with ``max_ranks`` of
+            the batch-invariant mode, the same config runs without it. Results are the same.
     """
 
     method: str = "fused"
