@@ -1,13 +1,12 @@
 """Measurement primitives that run on the ranks: correctness checks, interleaved timing and the link rate.
 
 Times measured minutes apart are not comparable, because clocks and the power limit change them by several per cent.
-All methods of a shape are therefore interleaved: in each round, each method runs one burst of calls. The time of a rank
-is its median over the rounds, and the reported time is the maximum over the ranks.
+All methods of a shape are therefore interleaved: in each round, each method runs one burst of calls, in the order of
+``order``. The time of a rank is its median over the rounds, and the reported time is the maximum over the ranks.
 """
 
 import functools
 import os
-import random
 import statistics
 import subprocess
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.autotune import timing
+from tdkernels.autotune.order import balanced_orders
 from tdkernels.autotune.timing import synchronize
 from tdkernels.launch import rank_device
 from tdkernels.symm import resolve_group
@@ -22,6 +22,8 @@ from tdkernels.symm.group import group_state
 
 # NVLink multicast is off in all measurements. Ranks inherit these variables from the process that starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+_LEAD_MS = 40.0  # approximate length of the untimed calls before a burst, in which the clock adapts to the method
 
 
 def measurement(measure):
@@ -169,7 +171,7 @@ def peak_bytes(call):
 
 
 def time_methods(methods, input_sets, rounds, burst_ms):
-    """Time methods, interleaved in random order. Return {name: {"ms", "host_ms", "burst"}}.
+    """Time methods, interleaved in a balanced order. Return {name: {"ms", "host_ms", "burst"}}.
 
     "ms" is the device time of a call, "host_ms" the host time of its launch, "burst" the number of calls in a burst.
 
@@ -180,35 +182,35 @@ def time_methods(methods, input_sets, rounds, burst_ms):
     """
     bursts = {name: _calls_for(call, input_sets, burst_ms) for name, call in methods.items()}
     times = {name: [] for name in methods}
-    names = list(methods)
-    # A new order in each round, the same on all ranks. A GPU at its power limit is faster after a method that left it
-    # partly idle, so a fixed order would bias each method by its predecessor.
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(names, len(names)):
-            times[name].append(_burst(methods[name], input_sets, bursts[name]))
+    for names in balanced_orders(list(methods), rounds):
+        for name in names:
+            times[name].append(_burst(methods[name], input_sets, *bursts[name]))
     found = {}
-    for name in names:
+    for name, call in methods.items():
         device_ms, host_ms = slowest([statistics.median(column) for column in zip(*times[name], strict=True)])
-        calls = getattr(methods[name], "calls", 1)  # calls per replay of a graph
-        found[name] = {"ms": device_ms / calls, "host_ms": host_ms / calls, "burst": bursts[name] * calls}
+        calls = getattr(call, "calls", 1)  # calls per replay of a graph
+        found[name] = {"ms": device_ms / calls, "host_ms": host_ms / calls, "burst": bursts[name][0] * calls}
     return found
 
 
 def _calls_for(call, input_sets, burst_ms):
-    """Return the number of calls in a burst, the same on all ranks; 1 if ``burst_ms`` is 0 or a call is longer."""
+    """Return (calls of a burst, untimed calls before it), the same on all ranks.
+
+    A burst is one call if ``burst_ms`` is 0 or a call is longer.
+    """
+    lead = timing.lead_calls(rank_device())
     if not burst_ms:
-        return 1
-    _burst(call, input_sets, 1)  # the first call may include one-time work
-    if slowest(_burst(call, input_sets, 1))[0] > 4 * burst_ms:
-        return 1
-    estimate_ms = slowest(_burst(call, input_sets, 3))[0]
-    return max(3, min(200, round(burst_ms / estimate_ms)))
+        return 1, lead
+    _burst(call, input_sets, 1, lead)  # the first call may include one-time work
+    if slowest(_burst(call, input_sets, 1, lead))[0] > 4 * burst_ms:
+        return 1, lead
+    estimate_ms = slowest(_burst(call, input_sets, 3, lead))[0]
+    return max(3, min(200, round(burst_ms / estimate_ms))), max(lead, min(400, round(_LEAD_MS / estimate_ms)))
 
 
-def _burst(call, input_sets, calls):
-    """Return (device ms, host ms) per call."""
-    return timing.burst(call, input_sets, calls, rank_device())
+def _burst(call, input_sets, calls, lead):
+    """Return (device ms, host ms) per call, after ``lead`` untimed calls."""
+    return timing.burst(call, input_sets, calls, rank_device(), lead=lead)
 
 
 def link_rate():

@@ -1,11 +1,10 @@
 """Latency of a dispatch followed by a combine: each pair of calls is timed separately, for median and percentiles.
 
 If a method can be captured, a CUDA graph of one pair is replayed; otherwise the pair runs eagerly. Methods are
-interleaved in blocks of calls, in random order.
+interleaved in blocks of calls, in a balanced order.
 """
 
 import dataclasses
-import random
 import time
 
 import torch
@@ -13,6 +12,7 @@ import torch
 import tdkernels
 from bench.core import graphs, harness
 from tdkernels.autotune import timing
+from tdkernels.autotune.order import balanced_orders
 from tdkernels.launch import rank_device
 
 CALLS = 1000
@@ -36,9 +36,8 @@ def measure(methods, sets, plan, configs, absent):
                 not_captured[name] = reason
         chosen[name, graph is not None] = graph or method.call
     times = {key: [] for key in chosen}
-    order = random.Random(0)
-    for _ in range(_BLOCKS):
-        for key in order.sample(list(chosen), len(chosen)):
+    for order in balanced_orders(list(chosen), _BLOCKS):
+        for key in order:
             times[key] += _one_by_one(chosen[key], sets[0], calls // _BLOCKS)
     tdkernels.synchronize()  # raises if a wait for a peer timed out during the measurement
     table = []

@@ -32,7 +32,7 @@ def barrier(device: torch.device, group: dist.ProcessGroup | None = None) -> Non
 
 def burst(
     call: Callable[[Any], object], input_sets: Sequence[Any], calls: int, device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None, lead: int | None = None,
 ) -> tuple[float, float]:
     """Time consecutive calls. Collective.
 
@@ -45,12 +45,14 @@ def burst(
         calls: Number of timed calls.
         device: The device of this rank.
         group: The group of ranks; None for the world.
+        lead: Number of untimed calls before them; None for ``lead_calls``.
 
     Returns:
         (ms of a call on the device, ms of a call on the host).
     """
     barrier(device, group)
-    lead = lead_calls(device)
+    if lead is None:
+        lead = lead_calls(device)
     for i in range(lead):
         call(input_sets[i % len(input_sets)])
     begin, end = _Stamp(device), _Stamp(device)

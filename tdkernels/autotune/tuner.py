@@ -34,6 +34,7 @@ from tdkernels.autotune.group_step import GroupStep, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.invariance import batch_invariant
 from tdkernels.autotune.modes import get_mode, mode
+from tdkernels.autotune.order import balanced_orders
 from tdkernels.autotune.problem import Problem, device_of, with_index
 from tdkernels.autotune.rounds import FINAL, HAS_GRAPHS, HOST_BOUND, HOST_COUNTS, NOISE, ROUNDS, calls_of
 from tdkernels.autotune.selection import forget
@@ -294,14 +295,15 @@ class _Tuner:
         return can and best is not None and best.host_ms >= HOST_COUNTS[self.device.type] * best.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
-        """Time bursts of each trial in turn. Return False if the budget ended the round."""
+        """Time bursts of each trial in the orders of ``order``. Return False if the budget ended the round."""
         before = {id(trial): trial.ms for trial in trials}
         for trial in trials:
             trial.samples, trial.host_samples = [], []
             trial.last_round = number
-        for repeat in range(round_.repeats):
-            first = repeat % max(len(trials), 1)
-            for done, trial in enumerate(trials[first:] + trials[:first]):
+        # The given order comes first: if the budget ends the round, the first trials count most.
+        orders = [trials, *balanced_orders(trials, round_.repeats - 1)] if trials else []
+        for repeat, order in enumerate(orders):
+            for done, trial in enumerate(order):
                 if trial.reason is None:
                     calls = calls_of(round_.ms, before[id(trial)] or trial.ms)
                     values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
