@@ -18,6 +18,8 @@ def balanced_orders(names: Sequence, rounds: int) -> list[list]:
     The orders of as many rounds as there are names form a balanced Latin square (E. J. Williams, 1949); an odd number
     of names needs twice as many. Fewer rounds are a part of it, in which no name follows another one twice.
     """
+    if not names:
+        return [[] for _ in range(rounds)]
     choice = random.Random(_SEED)
     found: list[list] = []
     while len(found) < rounds:

@@ -301,7 +301,7 @@ class _Tuner:
             trial.samples, trial.host_samples = [], []
             trial.last_round = number
         # The given order comes first: if the budget ends the round, the first trials count most.
-        orders = [trials, *balanced_orders(trials, round_.repeats - 1)] if trials else []
+        orders = [trials, *balanced_orders(trials, round_.repeats - 1)]
         for repeat, order in enumerate(orders):
             for done, trial in enumerate(order):
                 if trial.reason is None:
