@@ -37,7 +37,9 @@ def best_rows(folder=RESULTS):
 def _can_compete(row):
     config = row["config"]
     timed = row["op"] in OPERATORS and row["link_gbps"] is not None and config is not None and row["ms"] is not None
-    if not timed or _is_specialized(row) and config.get("num_comm_sms", 0) not in (0, NUM_COMM_SPECIALIZED):
+    if not timed:
+        return False
+    if row["op"] == "ag_gemm" and _is_specialized(row) and config["num_comm_sms"] != NUM_COMM_SPECIALIZED:
         return False
     return config["method"] == "parts" or config["method"] == "fused" and config["transport"] in _TRANSPORTS
 

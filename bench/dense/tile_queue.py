@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from bench.core.points import read_solo
 from bench.dense.modelled import RESULTS
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
+from tdkernels.ops.dense.ag_gemm.config import NUM_COMM_SPECIALIZED
 from tdkernels.ops.dense.ag_gemm.launch_specialized import SLICE_K, is_bound_by_link, whole_tiles
 from tdkernels.rounding import cdiv
 
 BLOCK_M, BLOCK_N = SPECIALIZED_TILE
 PROGRAMS = 131  # solo mode leaves one SM to the relay
-_PUSHING = 64  # least number of programs that push in the compared rows; fewer may be slower than the link
+# Least number of programs that push in the compared rows. Fewer may be slower than the link.
+_PUSHING = NUM_COMM_SPECIALIZED
 _RATE_OF_EIGHT = 320e9  # bytes per second that each of 8 H200 receives from the others, fitted to all rows
 # Fitted to 8192 x 28672 x 4096 on H200.
 _SM_FLOPS = 5.0e12  # of an SM, while all of them multiply

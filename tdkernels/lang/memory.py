@@ -97,12 +97,11 @@ def add_release(ptr, value, SCOPE: tl.constexpr = SYS):
 
 
 @jit
-def fence_acquire_release():
-    """Order earlier reads of this thread before its later reads and writes, at system scope."""
+def fence_acquire_release(SCOPE: tl.constexpr = SYS):
+    """Order earlier reads of this thread before its later reads and writes."""
     if target() == "cuda":
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
-        )
+        ASM: tl.constexpr = "fence.acq_rel." + SCOPE + "; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(ASM, "=r,~{memory}", [], tl.int32, is_pure=False, pack=1)
     else:
         tl.debug_barrier()
 

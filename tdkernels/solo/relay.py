@@ -7,23 +7,13 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.context import PLAN_BITS
-from tdkernels.lang.targets import target
+from tdkernels.lang.memory import fence_acquire_release
 from tdkernels.rounding import next_power_of_2
 from tdkernels.runtime.triton_launcher import BoundLaunch
 
-_MOST_WORDS = 4096  # that are inspected at a time
-_WORDS_PER_THREAD = 4
+_MOST_WORDS, _WORDS_PER_THREAD = 4096, 4  # that are inspected at a time
 _LIMIT = 2_000_000  # scans, of 1 µs or more, in case that the launch fails
 _SCANS_PER_CHECK = tl.constexpr(64)  # a check whether the rank has failed takes as long as a scan
-
-
-@td.jit
-def _fence():
-    """Order earlier reads of this thread before its later writes, for other kernels on this GPU."""
-    if target() == "cuda":
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
-        )
 
 
 @td.jit(do_not_specialize=["limit"])
@@ -35,6 +25,34 @@ def gate_kernel(calls_ptr, limit):
     # producer: relay_kernel
     while (td.load_acquire(begun_ptr) < call) & (scans < limit):
         scans += 1
+
+
+@td.jit
+def _offsets_of_peers(ctx, RANKS: tl.constexpr):
+    """Return the distances in bytes from this rank's memory to that of ranks 1, 2, ..., RANKS - 1.
+
+    They are loaded before the scans: a fence makes the next load of a word read from the L2 cache.
+    """
+    offsets = ()
+    for peer in tl.static_range(1, RANKS):
+        offsets = offsets + (td.symm_base(ctx, peer) - td.symm_base(ctx, 0),)  # type: ignore[assignment]
+    return offsets
+
+
+@td.jit
+def _word_pointers(lanes, first_word, offsets, per_source, RANKS: tl.constexpr):
+    """Return pointers to the word of a peer in which each signal is set, and to the word that it is delivered to.
+
+    Signals of one index at peers 1, 2, ... follow one another in ``lanes``. ``first_word``: address of this rank's
+    signal 0
+    """
+    peer = 1 + lanes % (RANKS - 1)
+    word = first_word + 8 * (lanes // (RANKS - 1)).to(tl.int64)
+    there = word * 0
+    for number in tl.static_range(RANKS - 1):
+        there = tl.where(peer == 1 + number, offsets[number], there)
+    mirrored = 8 * ((RANKS - peer) * per_source).to(tl.int64)
+    return (word + there).to(tl.pointer_type(tl.int64)), (word + mirrored).to(tl.pointer_type(tl.int64))
 
 
 @td.jit(do_not_specialize=["per_source", "picoseconds", "limit"])
@@ -62,25 +80,14 @@ def relay_kernel(
     scans = total * 0
     # The condition is the same in all threads, as the barriers in the loop need.
     going = td.failed_for_all(ctx) == 0
-    # Loaded once: a fence makes the next scan load from the L2 cache.
-    own_base = td.symm_base(ctx, 0)
     first_word = td.signal_at(ctx, half, 0).to(tl.int64)
-    offsets = ()
-    for other in tl.static_range(1, RANKS):
-        offsets = offsets + (td.symm_base(ctx, other) - own_base,)  # type: ignore[assignment]
+    offsets = _offsets_of_peers(ctx, RANKS)
     while (left > 0) & (scans < limit) & going:
         scans += 1
         late = total * 0  # signals that have been set and not delivered
         for first in range(0, total, BLOCK):
             lanes = first + tl.arange(0, BLOCK)
-            index = lanes // PEERS
-            peer = 1 + lanes % PEERS
-            word = first_word + 8 * index.to(tl.int64)
-            there = tl.full((BLOCK,), 0, tl.int64)
-            for number in tl.static_range(PEERS):
-                there = tl.where(peer == 1 + number, offsets[number], there)
-            sent_ptrs = (word + there).to(tl.pointer_type(tl.int64))
-            own_ptrs = (word + 8 * ((RANKS - peer) * per_source).to(tl.int64)).to(tl.pointer_type(tl.int64))
+            sent_ptrs, own_ptrs = _word_pointers(lanes, first_word, offsets, per_source, RANKS)
             valid = lanes < total
             # Volatile loads do not wait for each other, as loads with acquire order would.
             sent = tl.load(sent_ptrs, mask=valid, other=0, volatile=True)
@@ -91,7 +98,7 @@ def relay_kernel(
             arrived = (new > 0) & (free + place.to(tl.int64) * picoseconds <= now)
             count = td.sum_of(arrived.to(tl.int32), 0)
             if count > 0:
-                _fence()  # each thread delivers the signals that it has read
+                fence_acquire_release("gpu")  # each thread delivers the signals that it has read
                 tl.atomic_xchg(own_ptrs, sent, mask=arrived, sem="relaxed", scope="sys")
             free += count.to(tl.int64) * picoseconds
             left -= count
@@ -151,7 +158,7 @@ class Relay:
         picoseconds = 0 if link_rate is None else round(1e12 * slot_bytes / per_source / link_rate)
         constants = {"RANKS": ranks, "HALVES": halves, "SIGNALS_LAST": signals_last}
         block = min(max(next_power_of_2(per_source * (ranks - 1)), 512), _MOST_WORDS)
-        constants |= {"BLOCK": block, "num_warps": min(block // (32 * _WORDS_PER_THREAD), 32)}
+        constants |= {"BLOCK": block, "num_warps": block // (32 * _WORDS_PER_THREAD)}
         numbers = per_source, picoseconds
         if ctx.device.type == "cuda":
             self._stream = _stream(ctx.device, workspace_name)

@@ -126,15 +126,12 @@ def test_the_gate_opens_when_the_relay_has_begun():
 
 
 def test_a_launch_with_a_new_kernel_has_no_relay():
-    class View:
-        def __init__(self):
-            self.is_ready = True
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SoloWorkspace, "__init__", lambda self, name: None)
         sends, local = SoloWorkspace("gemm_rs"), SoloWorkspace("moe_route")
     for workspace, name in ((sends, "gemm_rs"), (local, "moe_route")):
-        workspace.name, workspace._views = name, {plan: (None, None, None, View()) for plan in range(2)}
+        relays = [SimpleNamespace(is_ready=True) for _ in range(2)]
+        workspace.name, workspace._views = name, {plan: (None, None, None, relay) for plan, relay in enumerate(relays)}
     state = SimpleNamespace(workspaces={"one": sends, "two": local})
     SoloState.expect_new_kernels(state)
     assert not any(relay.is_ready for *_, relay in sends._views.values())

@@ -1,6 +1,5 @@
 """The flag of a config survives its text and its JSON form, and only a bool is accepted."""
 
-
 import pytest
 
 from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
