@@ -75,6 +75,8 @@ def main(options):
             raise ValueError("--tokens does not apply to tp_moe: its shapes begin with the number of tokens")
         if (reason := why_not_solo([*operators, *others], options.solo, options.link)) is not None:
             raise ValueError(reason)
+        if options.eager and options.solo is None:
+            raise ValueError("--eager is for --solo; without --solo, eager calls are always measured")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
         min_ranks = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2
@@ -103,7 +105,7 @@ def main(options):
         caches, lengths = flash_decode.REHEARSAL_SHAPES, sequence_shapes.REHEARSAL
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
-        options.cuda_graph,
+        options.cuda_graph, options.eager,
     )
     cases = [
         *_cases(selected, ranks, options.backward),

@@ -22,6 +22,7 @@ class Plan:
     peers:          names of other libraries' implementations to measure
     overrides:      changes of the default config, each measured as a further method
     cuda_graph:     also measure each method in a CUDA graph
+    eager:          in solo mode: also measure each method without a CUDA graph
     """
 
     rounds: int
@@ -29,6 +30,7 @@ class Plan:
     peers: tuple = ()
     overrides: tuple = ()
     cuda_graph: bool = False
+    eager: bool = False
 
 
 # ---- on the ranks ----

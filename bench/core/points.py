@@ -193,9 +193,9 @@ def read_dense_graphs(folder):
     return [row for row in _read_kind(folder, None) if row.get("graph") and row.get("layout", "nk") == "nk"]
 
 
-def read_solo(folder):
-    """Return the rows of solo mode."""
-    return _read_kind(folder, "solo")
+def read_solo(folder, graph=True):
+    """Return the rows of solo mode, of calls in CUDA graphs or of eager calls."""
+    return [row for row in _read_kind(folder, "solo") if row.get("graph", True) == graph]
 
 
 def read_solo_moe(folder):

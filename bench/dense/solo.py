@@ -1,8 +1,8 @@
 """Solo mode: one GPU acts as one of W ranks, to measure the dense kernels for W ranks without the others.
 
 `python -m tdkernels bench ag_gemm gemm_rs gemm_ar --solo 8 [--link 390]`. Rows are written to DIR/<gpu>x1/solo.jsonl,
-apart from those of real runs: no byte crosses a link. Times are of calls in CUDA graphs: the model of the link is a
-further kernel, and in eager mode its launch would take as long as the call.
+apart from those of real runs: no byte crosses a link. Times are of calls in CUDA graphs; ``--eager`` adds those of
+eager calls. The model of the link is two further launches, so their host time is longer than that of a real call.
 """
 
 import json
@@ -53,7 +53,11 @@ def main(cases, ranks, link_gbps, plan, keep, common, deadline=None):
 
 @harness.measurement
 def measure(case, plan):
-    """Check and time the GEMM alone and the configs of a case. Return [(method, times or absence, config)]."""
+    """Check and time the GEMM alone and the configs of a case.
+
+    Returns:
+        [(method, whether in a CUDA graph, times or absence, config)].
+    """
     sets = _inputs(case)
     references = [_reference(case, inputs) for inputs in sets[:2]]
     configs, absent = {}, {}
@@ -67,15 +71,17 @@ def measure(case, plan):
     absent |= harness.drop_wrong(calls, [name for name in calls if name != "gemm"], references)
     if set(calls) == {"gemm"}:
         raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in absent.items()))
+    methods = {(name, False): call for name, call in calls.items()} if plan.eager else {}
     if rank_device().type == "cuda":
         calls, not_captured = graphs.capture_all(calls, sets, references, ("gemm",), _CALLS)
         absent |= not_captured
     if not case.backward and "tdkernels" in calls:
         configs["tdkernels"] = tdkernels.explain(case.operator, sets[0].x, sets[0].weight).config
-    times = harness.time_methods(calls, sets, plan.rounds, plan.burst_ms)
+    methods |= {(name, True): call for name, call in calls.items()}
+    times = harness.time_methods(methods, sets, plan.rounds, plan.burst_ms)
     tdkernels.synchronize()
-    found = [(name, measured, configs.get(name)) for name, measured in times.items()]
-    return found + [(name, {"absent": reason}, configs.get(name)) for name, reason in absent.items()]
+    found = [(name, graph, measured, configs.get(name)) for (name, graph), measured in times.items()]
+    return found + [(name, True, {"absent": reason}, configs.get(name)) for name, reason in absent.items()]
 
 
 def _inputs(case):
@@ -135,18 +141,18 @@ def _mirrored(case, s):
 
 def rows(case, found, link_gbps):
     """Return one row per method."""
-    gemm_ms = next(times["ms"] for name, times, _ in found if name == "gemm")
+    gemm_ms = {graph: times["ms"] for name, graph, times, _ in found if name == "gemm"}
     wire_ms = case.wire_bytes / (link_gbps or FLOOR_GBPS) / 1e6
     table = []
-    for name, times, config in found:
+    for name, graph, times, config in found:
         ms = times.get("ms")
         table.append({
             "what": "solo", "op": case.operator, "pass": "backward" if case.backward else "forward",
             "shape": str(case.shape), "name": case.shape.name, "m": case.shape.m, "n": case.shape.n, "k": case.shape.k,
             "dtype": str(DTYPE).removeprefix("torch."), "ranks": case.ranks, "link_gbps": link_gbps,
-            "method": name, "graph": True, "absent": times.get("absent"),
-            "ms": ms, "burst": times.get("burst"), "gemm_ms": gemm_ms, "wire_ms": wire_ms,
-            "over_floor": ms / max(gemm_ms, wire_ms) if ms is not None else None,
+            "method": name, "graph": graph, "absent": times.get("absent"), "ms": ms, "host_ms": times.get("host_ms"),
+            "burst": times.get("burst"), "gemm_ms": gemm_ms[graph], "wire_ms": wire_ms,
+            "over_floor": ms / max(gemm_ms[graph], wire_ms) if ms is not None else None,
             "config": None if config is None else json.loads(json.dumps(vars(config), default=vars)),
         })
     return table
@@ -156,7 +162,7 @@ def _summary(table):
     """Return the times in one line: the GEMM alone, the selected config, and the fastest of each kind."""
     best = {}
     for row in table:
-        kind = re.sub(r" \d+$", "", row["method"])
+        kind = re.sub(r" \d+$", "", row["method"]) + ("" if row["graph"] else " (eager)")
         if row["ms"] is not None and (kind not in best or row["ms"] < best[kind]["ms"]):
             best[kind] = row
     parts = [f"{kind} {row['ms']:.4f} ({row['over_floor']:.2f})" for kind, row in best.items()]

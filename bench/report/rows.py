@@ -14,9 +14,9 @@ class Rows:
     others:       JSONL rows as dictionaries: collectives, norms after an all-reduce, GEMMs before these norms, dispatch
                   and combine, layers of experts and grouped GEMM, flash-decode, flash-decode with latent caches,
                   sequence parallelism, network primitives, host time per call, configs that the tuner selected, test
-                  runs, solo mode, the kernels of tp_moe in solo mode, torch's fused operators, whole models in
-                  frameworks, scaled fp8 operands, grouped GEMMs with scaled fp8 operands, quantization and linear
-                  layers in fp8, calls inside and outside the batch-invariant mode
+                  runs, solo mode in CUDA graphs and eager, the kernels of tp_moe in solo mode, torch's fused operators,
+                  whole models in frameworks, scaled fp8 operands, grouped GEMMs with scaled fp8 operands, quantization
+                  and linear layers in fp8, calls inside and outside the batch-invariant mode
     dense_graphs: the benchmark rows of ``dense`` in CUDA graphs, as dictionaries
     faults:       summaries of fault campaigns, as dictionaries
     """
@@ -35,6 +35,7 @@ class Rows:
     tuner: tuple = ()
     tests: tuple = ()
     solo: tuple = ()
+    solo_eager: tuple = ()
     solo_moe: tuple = ()
     torch_operators: tuple = ()
     models: tuple = ()
@@ -57,9 +58,10 @@ def read(folder):
         layers=points.read_layers(folder), decode=points.read_decode(folder), latent=points.read_latent(folder),
         sequences=points.read_sequences(folder), network=points.read_network(folder), host=points.read_host(folder),
         tuner=points.read_chosen(folder), tests=points.read_tests(folder), solo=points.read_solo(folder),
-        solo_moe=points.read_solo_moe(folder), torch_operators=points.read_torch_operators(folder),
-        models=points.read_models(folder), scaled=points.read_scaled(folder),
-        scaled_experts=points.read_scaled_experts(folder), quantize=points.read_quantize(folder),
+        solo_eager=points.read_solo(folder, graph=False), solo_moe=points.read_solo_moe(folder),
+        torch_operators=points.read_torch_operators(folder), models=points.read_models(folder),
+        scaled=points.read_scaled(folder), scaled_experts=points.read_scaled_experts(folder),
+        quantize=points.read_quantize(folder),
         invariance=points.read_invariance(folder), dense_graphs=points.read_dense_graphs(folder),
         faults=faults_report.read(folder),
     )

@@ -19,7 +19,16 @@ kernels add: 4 µs between two calls (profiled), and the delay of each signal. O
 is supported.
 [Compared with two real GPUs](../../docs/performance/notes/solo.md#model-and-real-runs).
 """
-_TITLE = "### {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"
+_TITLE = "{level} {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"
+_EAGER_INTRO = """### Eager calls in solo mode
+
+Host time of a call, device time of an eager call, and device time of the same call in a CUDA graph, in the same run.
+The host time includes the launches of the model's own kernels, which a real call does not have. The ratio to the floor
+is that of the eager call.
+"""
+_EAGER_HEAD = [
+    "operator", "M × N × K", "GEMM alone: host", "eager", "graph", "selected config: host", "eager", "graph", "× floor",
+]
 _HEAD = [
     "operator", "M × N × K", "GEMM alone", "wire", "selected config", "fastest", "× floor", "fastest config", "others",
 ]
@@ -28,6 +37,39 @@ _HEAD = [
 def text(rows):
     """Return the section, or "" if there are no rows."""
     return section(_INTRO, rows, lambda row: tuple(row[name] for name in ("op", "pass", "m", "n", "k")), _table)
+
+
+def eager_text(graph_rows, eager_rows):
+    """Return the section of eager calls, or "" if there are no rows."""
+    captured = {_call_of(row): row for row in graph_rows}
+
+    def place_of(row):
+        return row["gpu"], row["ranks"], row["link_gbps"]
+
+    def problem_of(row):
+        return row["op"], row["pass"], row["m"], row["n"], row["k"]
+
+    parts = [
+        f"{_title(place, runs, '####')}\n{markdown(_eager_table(runs, captured))}"
+        for place, runs in sorted(newest(eager_rows, place_of, problem_of).items(), key=str)
+    ]
+    return "\n".join([_EAGER_INTRO, *parts]) if parts else ""
+
+
+def _call_of(row):
+    return tuple(row[name] for name in ("date", "gpu", "ranks", "link_gbps", "op", "pass", "m", "n", "k", "method"))
+
+
+def _eager_table(runs, captured):
+    lines = [_EAGER_HEAD, ["---"] * 2 + ["---:"] * (len(_EAGER_HEAD) - 2)]
+    for (operator, direction, m, n, k), run in sorted(runs.items()):
+        name = operator if direction == "forward" else f"{operator} backward"
+        cells = []
+        for method in ("gemm", "tdkernels"):
+            row = run[method]
+            cells += [ms(row["host_ms"]), ms(row["ms"]), ms(captured[_call_of(row)]["ms"])]
+        lines.append([name, f"{m} × {n} × {k}", *cells, share(run["tdkernels"]["over_floor"])])
+    return lines
 
 
 def section(intro, rows, problem_of, table):
@@ -50,11 +92,11 @@ def section(intro, rows, problem_of, table):
     return "\n".join(parts) if places else ""
 
 
-def _title(place, runs):
+def _title(place, runs, level="###"):
     gpu, ranks, link = place
     some = [next(iter(run.values())) for run in runs.values()]
     return _TITLE.format(
-        gpu=gpu, ranks=ranks, when=max(row["date"][:10] for row in some),
+        level=level, gpu=gpu, ranks=ranks, when=max(row["date"][:10] for row in some),
         link="data arrives at once" if link is None else f"data arrives at {link:.0f} GB/s (model)",
         git=", ".join(sorted({short_revision(row["git"]) for row in some})), torch=some[0]["torch"],
         triton=some[0]["triton"],

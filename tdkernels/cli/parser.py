@@ -200,6 +200,7 @@ def _bench(parser):
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="bursts of each method (default: 10)")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass as well")
     parser.add_argument("--cuda-graph", action="store_true", help="measure each method in a CUDA graph as well")
+    parser.add_argument("--eager", action="store_true", help="with --solo: measure eager calls as well")
     parser.add_argument(
         "--config", type=_json_object, action="append", default=[], metavar="JSON",
         help='fields of the default config to change, as one more method: {"tiles": {"block_n": 128}}; repeatable',

@@ -380,3 +380,15 @@ def test_solo_mode_has_a_table_for_each_link(results):
     assert "gemm_rs 1.25 (1 shapes)" in modelled
     assert at_once.startswith("NVIDIA Testing, one of 8 ranks, data arrives at once")
     assert "| gemm_rs backward | 8 × 8 × 8 | 1.000 | 2.000 | 5.000 | 5.000 | 2.50 |  |  |" in at_once
+
+
+def test_eager_calls_in_solo_mode_have_a_table_of_their_own(results):
+    eager = {"graph": False, "host_ms": 0.5}
+    folder = results([
+        solo_row("8x8x8", "gemm", 1.0), solo_row("8x8x8", "tdkernels", 3.0, config=CONFIG),
+        {**solo_row("8x8x8", "gemm", 1.25), **eager}, {**solo_row("8x8x8", "tdkernels", 3.5, config=CONFIG), **eager},
+    ], "solo")
+    captured, calls = report.pages(all_rows.read(folder))["tables/solo.md"].split("### Eager calls in solo mode")
+    assert "| gemm_rs | 8 × 8 × 8 | 1.000 | 2.000 | 3.000 | 3.000 | 1.50 |" in captured
+    assert "#### NVIDIA Testing, one of 8 ranks, data arrives at 390 GB/s (model)" in calls
+    assert "| gemm_rs | 8 × 8 × 8 | 0.500 | 1.250 | 1.000 | 0.500 | 3.500 | 3.000 | 1.75 |" in calls

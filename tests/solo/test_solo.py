@@ -97,11 +97,11 @@ def bench(*arguments):
 
 def test_bench_rehearses_on_the_cpu():
     output = bench("ag_gemm", "gemm_rs", "gemm_ar", "--solo", "4", "--link", "390", "--shapes", "256x256x128",
-                   "--backward", "--config", '{"transport": "direct"}')
+                   "--backward", "--eager", "--config", '{"transport": "direct"}')
     lines = output.splitlines()
     for case in ("ag_gemm 256", "ag_gemm backward 256", "gemm_rs 256", "gemm_rs backward 256"):
         (line,) = [line for line in lines if line.startswith(case)]
-        assert "gemm " in line and "tdkernels " in line
+        assert "gemm " in line and "tdkernels " in line and "tdkernels (eager) " in line
         assert ('{"transport": "direct"}' in line) == (case == "gemm_rs 256")
     (line,) = [line for line in lines if line.startswith("gemm_ar 256")]
     assert "gemm " in line and '{"transport": "direct"}' in line and "tdkernels " not in line  # selects "forward"
@@ -118,6 +118,7 @@ def test_bench_starts_no_case_after_the_time_limit():
 @pytest.mark.parametrize("arguments, message", [
     (["all_gather", "--solo", "4"], "--solo supports ag_gemm, gemm_ar, gemm_rs, not all_gather"),
     (["gemm_rs", "all_reduce", "--solo", "4"], "--solo supports ag_gemm, gemm_ar, gemm_rs, not all_reduce"),
+    (["ag_gemm", "--eager"], "--eager is for --solo"),
     (["ag_gemm", "--solo", "1"], "--solo must be at least 2 ranks, not 1"),
     (["ag_gemm", "--solo", "4", "--link", "0"], "--link must be more than 0 GB/s, not 0"),
     (["ag_gemm", "--link", "390"], "--link is for --solo"),
