@@ -102,12 +102,19 @@ def _randn(generator, *shape, scale=1.0):
     return torch.randn(shape, generator=generator, dtype=DTYPE, device=generator.device).mul_(scale)
 
 
+def _gathered(x):
+    """All-gather x. In solo mode this gives W copies of it, the shards of the mirror images."""
+    shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, x)
+    return torch.cat(shards)
+
+
 def _of_ag(case, generator):
     shape, ranks = case.shape, case.ranks
     s = SimpleNamespace()
     s.x = _randn(generator, shape.m // ranks, shape.k)
     s.weight = _randn(generator, shape.n // ranks, shape.k, scale=shape.k**-0.5)
-    s.full = all_gather_rows(s.x)
+    s.full = _gathered(s.x)
     if case.backward:
         s.dy, s.partial = _randn(generator, shape.m, shape.n // ranks), _randn(generator, shape.m, shape.k)
     return s
@@ -123,7 +130,7 @@ def _of_rs(case, generator):
     s, shape = _of_row_parallel(case, generator), case.shape
     if case.backward:
         s.dy = _randn(generator, shape.m // case.ranks, shape.n)
-        s.full = all_gather_rows(s.dy)
+        s.full = _gathered(s.dy)
     else:
         s.partial = _randn(generator, shape.m, shape.n)
     return s

@@ -61,7 +61,8 @@ def enter_solo_mode(world_size: int, link_rate: float | None = None) -> None:
 def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessGroup:
     """Return a group of ``world_size`` ranks in solo mode. It becomes the default group of this process.
 
-    torch's collectives do not communicate in this group, and their results are meaningless.
+    torch's collectives do not communicate in this group, and their results are meaningless. So method "torch" of the
+    operators raises NotImplementedError.
 
     Args:
         world_size: The number of ranks, W.

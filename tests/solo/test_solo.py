@@ -38,6 +38,9 @@ for m, n, k in sizes * 2:  # each plan again, after others have used the same wo
     ):
         for y in later_results(lambda: tdkernels.ag_gemm(x, weight, config=config)):
             torch.testing.assert_close(y, gathered)
+    for call, config in ((tdkernels.ag_gemm, AgGemmConfig), (tdkernels.gemm_rs, GemmRsConfig)):
+        with pytest.raises(NotImplementedError, match="torch's collectives do not communicate"):
+            call(x, weight, config=config(method="torch"))
     summed = torch.nn.functional.linear(x, weight).unflatten(0, (RANKS, -1)).float().sum(0).to(x.dtype)
     for config in (GemmRsConfig(), GemmRsConfig(transport="direct"), GemmRsConfig(method="parts")):
         for z in later_results(lambda: tdkernels.gemm_rs(x, weight, config=config)):

@@ -194,8 +194,13 @@ class DenseTunable(ConfigTunable):
             return True
         rows, n, _ = self.of_a_rank(problem)
         shards = problem.shape[0] // max(rows, 1)
-        busy = [tiles.busy_share(shards, rows, n, gpu.num_sms(device)) for tiles in (config.tiles, default.tiles)]
+        tiles = self.smallest_tile(config), self.smallest_tile(default)
+        busy = [each.busy_share(shards, rows, n, gpu.num_sms(device)) for each in tiles]
         return busy[0] >= _LEAST_BUSY * busy[1]
+
+    def smallest_tile(self, config: Any) -> Tiles:
+        """Return the tile of a config, or the smallest one into which its kernel divides it to use more SMs."""
+        return config.tiles
 
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         default, dtype = self.default(problem, device), problem.torch_dtype

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tdkernels.ops.common.tile_config import LARGE, Tiles
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense.gemm_ar import launch_direct as of_gemm_ar
 from tdkernels.runtime import gpu
@@ -16,6 +16,7 @@ GPU = torch.device("cuda", 0)
 def hopper(monkeypatch):
     pretend_hopper(monkeypatch)
     monkeypatch.setattr(gpu, "resident_programs", lambda *_: 132)
+    monkeypatch.setattr(gpu, "shared_memory_bytes", lambda device: 227 << 10)
 
 
 def test_more_ranks_than_descriptors():
@@ -24,14 +25,25 @@ def test_more_ranks_than_descriptors():
         launch_direct.check_ranks("gemm_ar", 9)
 
 
-@pytest.mark.parametrize("tiles, n, k, dtype, ranks, expected", [
-    (LARGE, 4096, 1792, torch.bfloat16, 8, True), (LARGE, 4096, 1792, torch.float16, 2, True),
-    (LARGE, 4096, 1792, torch.float32, 8, False), (LARGE, 4096, 1792, torch.bfloat16, 9, False),
-    (LARGE, 4096, 1791, torch.bfloat16, 8, False), (LARGE, 4100, 1792, torch.bfloat16, 8, False),
-    (Tiles(128, 128), 4096, 1792, torch.bfloat16, 8, False),
+@pytest.mark.parametrize("rows, n, k, dtype, ranks, expected", [
+    (1024, 4096, 1792, torch.bfloat16, 8, True), (1024, 4096, 1792, torch.float16, 2, True),
+    (1024, 4096, 1792, torch.float32, 8, False), (1024, 4096, 1792, torch.bfloat16, 9, False),
+    (1024, 4096, 1791, torch.bfloat16, 8, False), (1024, 4100, 1792, torch.bfloat16, 8, False),
+    (1024, 128, 1792, torch.bfloat16, 8, False), (64, 4096, 1792, torch.bfloat16, 8, False),
 ], ids=str)
-def test_suits_large_tiles_that_tma_sends(tiles, n, k, dtype, ranks, expected, hopper):
-    assert launch_direct.suits(tiles, n, k, dtype, GPU, ranks) == expected
+def test_suits_large_tiles_that_tma_sends(rows, n, k, dtype, ranks, expected, hopper):
+    assert launch_direct.suits(rows, n, k, dtype, GPU, ranks) == expected
+
+
+# A wave are 132 tiles of 128 x 256.
+@pytest.mark.parametrize("rows, n, shards, specializes, expected", [
+    (128, 2048, 8, True, launch_direct.DIRECT_MEDIUM), (128, 3072, 8, True, launch_direct.DIRECT_LARGE),
+    (128, 8192, 8, False, launch_direct.DIRECT_MEDIUM), (256, 8192, 8, False, launch_direct.DIRECT_LARGE),
+])
+def test_default_tile(rows, n, shards, specializes, expected, hopper):
+    assert launch_direct.default_tile(rows, n, shards, specializes, GPU) == expected
+    sent = launch_direct.shared_memory_bytes(expected, GPU, torch.bfloat16)
+    assert expected.illegal(GPU, torch.bfloat16, sent) is None
 
 
 # 1024 tiles are eight rounds of 128 programs.

@@ -7,7 +7,7 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
+from tdkernels.ops.common.tile_config import LARGE, Tiles, default_tiles, tiles_of_product
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
@@ -138,11 +138,14 @@ def default_config(
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
         return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
-    tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
+    tiles = default_tiles(rows, n, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
+    # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
+    # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
         return specialized_config(dtype, device)
+    tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))

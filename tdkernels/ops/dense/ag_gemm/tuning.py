@@ -65,6 +65,10 @@ class AgGemmTunable(dense.DenseTunable):
             *sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes, layout
         )
 
+    def smallest_tile(self, config: AgGemmConfig) -> Any:
+        tiles: Any = config.tiles
+        return replace(tiles, block_n=tiles.block_n // 2) if launch_specialized.is_enabled(config) else tiles
+
     def invariant_config(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
         if device.type == "cpu":
             return AgGemmConfig(num_comm_sms=2)

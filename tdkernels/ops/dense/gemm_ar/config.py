@@ -7,7 +7,7 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.config import saved_by_two_shots
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
+from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
 from tdkernels.ops.dense import launch_direct
 
 if TYPE_CHECKING:
@@ -90,14 +90,16 @@ def default_config(
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
-    tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
-    if launch_direct.suits(tiles, n, k, dtype, device, world_size):
-        specializes = launch_specialized.suits(tiles, n, k, dtype, device, layout)
+    if launch_direct.suits(rows, n, k, dtype, device, world_size):
+        specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
+        tiles = launch_direct.default_tile(rows, n, 1, specializes, device)
         # Without specialization faster than "forward" in 5 of 6 shapes measured on 2 H100, by 1 to 9 %, and equal in
         # one. With more ranks these two were not compared. With specialization "direct" takes 0.81 to 1.00 of the time
-        # on 4 and 8 ranks, in solo mode on an H200 (six shapes).
-        if specializes or world_size == 2:
-            return GemmArConfig(tiles=launch_direct.DIRECT_LARGE, transport="direct", warp_specialize=specializes)
+        # on 4 and 8 ranks, in solo mode on an H200 (six shapes). For up to two waves of large tiles it was not compared
+        # with "forward", which is slower in the same cases of gemm_rs.
+        if tiles == launch_direct.DIRECT_LARGE and (specializes or world_size == 2):
+            return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
+    tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
