@@ -64,6 +64,11 @@ class Trace:
         """Return the start of a rank's first program and the end of its last one, in ns."""
         return min(i.begin for i in self.ranks[rank]), max(i.end for i in self.ranks[rank])
 
+    def is_by_warps(self, rank: int) -> bool:
+        """Return whether different warps of a program were active at the same time."""
+        several = any(i.lane > 0 for i in self.ranks[rank] if i.multiprocessor >= 0)
+        return several and "warp_specialize=True" in self.about["config"]
+
     def rows(self, rank: int) -> dict[tuple[int, int], str]:
         """Return {row: name} in display order. A row is (multiprocessor, lane), or (program, -1) if that is unknown."""
         return {row: _row_name(row) for row in sorted({row_of(interval) for interval in self.ranks[rank]})}
