@@ -96,7 +96,7 @@ def default_config(
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
-    # waves of large tiles it takes 0.76 to 0.97 of the time with 4 and 8 ranks (solo mode, an H200, twelve shapes).
+    # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
         tiles = launch_direct.default_tile(rows, n, world_size, specializes, device)
