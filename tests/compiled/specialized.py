@@ -19,6 +19,7 @@ from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched, piece_of
 from tdkernels.ops.experts.tp_moe.specialized.kernel_ag_gemm import moe_ag_gemm_specialized_kernel
 from tdkernels.ops.experts.tp_moe.specialized.kernel_gemm_rs import moe_gemm_rs_specialized_kernel
+from tdkernels.rounding import cdiv
 from tests.support.aot import PLAN
 
 TILES = Tiles(128, 256, 64, num_stages=3)
@@ -101,7 +102,8 @@ def _moe_operands(ranks, experts, choices, dtype, w_is_kn, scaling):
     scales, out = _scales(dtype, ranks * ROWS * choices, scaling, (experts,))
     w = torch.empty(experts, K, N, dtype=dtype).transpose(1, 2) if w_is_kn else torch.empty(experts, N, K, dtype=dtype)
     routing = SimpleNamespace(
-        world_size=ranks, tokens=ROWS, slot_rows=ROWS, num_choices=choices, chunk_rows=256, num_stages=3
+        world_size=ranks, tokens=ROWS, slot_rows=ROWS, num_choices=choices, chunk_rows=256, num_stages=3,
+        num_chunks=cdiv(ROWS, 256),
     )
     return routing, w, scales, out, torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int64)
 

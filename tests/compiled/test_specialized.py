@@ -307,7 +307,10 @@ def test_rows_are_acquired_before_they_are_loaded():
     (lambda: gemm_ar_launch(8, BF16), 5 + 3 * 6),
     # starts, waits, multiplies, stores, ends; starts, pushes, ends, and of this rank's slot: copies
     (lambda: ag_gemm_launch(1, BF16), 5 + 3), (lambda: ag_gemm_launch(1, BF16, fixed_half=True), 5 + 4),
-], ids=["gemm_rs", "gemm_ar", "ag_gemm", "ag_gemm, fixed half"])
+    (lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), 5 + 3),
+    # starts, multiplies, stores, ends; in three partitions starts, waits, joins, pushes, sums, ends
+    (lambda: moe_gemm_rs_launch(8, 2, BF16), 4 + 3 * 6),
+], ids=["gemm_rs", "gemm_ar", "ag_gemm", "ag_gemm, fixed half", "moe_ag_gemm", "moe_gemm_rs"])
 def test_traces(launch, kinds):
     """Without a trace only waits read the clock, twice each. With one, each partition synchronizes before it does."""
     kernel, args, options = launch()

@@ -52,6 +52,25 @@ def test_every_work_item_is_recorded(operator):
 
 
 @on_hopper
+@pytest.mark.parametrize("operator, expected", [
+    ("moe_ag_gemm", {("multiplies", "stores"), ("waits", "multiplies", "stores"), ("pushes",)}),
+    ("moe_gemm_rs", {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "sums"), ("waits",)}),
+])
+def test_every_work_item_of_experts_is_recorded(operator, expected):
+    changes, shape = {"warp_specialize": True, "tiles": TILES}, (1100, 768, 1536, 4, 2)  # tokens, N, K, experts, k
+    trace = make_trace(on_ranks(2, record_operator, operator, shape, torch.bfloat16, changes, 2))
+    assert "warp_specialize=True" in trace.about["config"]
+    for rank, intervals in enumerate(trace.ranks):
+        found = set()
+        for _, members in groupby(intervals, key=lambda interval: interval.program):
+            starts, *kinds = (interval.kind for interval in members)
+            assert starts == "starts"
+            found.add(tuple(kinds))
+        assert expected - {("waits",), ("waits", "multiplies", "stores")} <= found <= expected
+        assert trace.is_by_warps(rank)
+
+
+@on_hopper
 @each_operator
 def test_results_have_the_same_bits(operator):
     on_ranks(2, has_the_same_bits, operator)

@@ -188,13 +188,15 @@ class Run:
         found = [entry[1:] for entry in self.sent if entry[0] == "tile"]
         assert sorted(found) == sorted(quarter for item in range(self.items) for quarter in self.quarters(item))
 
-    def check_marks(self, of_output, may_wait=False):
+    def check_marks(self, of_output, may_wait=False, items=None):
         """Check that a trace has all work items, with their kinds in order.
 
         of_output: item -> kinds after the main loop
         may_wait: whether items may wait for their operands
+        items: work items of this program; None for all
         """
-        assert sorted(self.marks) == (list(range(self.items)) if self.trace else [])
+        items = list(range(self.items)) if items is None else sorted(items)
+        assert sorted(self.marks) == (items if self.trace else [])
         for item, kinds in self.marks.items():
             assert kinds[0] == "starts" and kinds[-1] == "ends"
             waits = ["waits"] if may_wait and "waits" in kinds else []

@@ -25,7 +25,7 @@ class GroupGemmConfig:
             [K, N], K must be a multiple of 64. For fp8 operands tiles are 128 x 256 x 128, outputs have 16 bits, and
             with block-wise scales and "swiglu" N / 2 is a multiple of 128. Without fast accumulation there are at most
             512 experts, with it both operands have one format. ``num_warps`` and ``num_stages`` are not used then.
-            Otherwise, and while a trace is recorded, the same config runs without it. Results are the same.
+            Otherwise the same config runs without it. Results are the same.
     """
 
     method: str = "fused"

@@ -26,9 +26,9 @@ class MoeTpConfig:
         warp_specialize: Whether different warps of a program may load, multiply, store, and push or add rows. They do
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts, except in
             the gradient of ``moe_gemm_rs`` for h. Eight times as many programs push then, each with one warp, while
-            the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise, and while a trace is
-            recorded, the same config runs without it. Results are the same. True is the heuristic default
-            for 16-bit operands and more tiles than multiprocessors.
+            the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise the same config
+            runs without it. Results are the same. True is the heuristic default for 16-bit operands and more tiles than
+            multiprocessors.
     """
 
     method: str = "fused"

@@ -8,11 +8,11 @@ from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.gemm_operands import scale_pointers
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
 from tdkernels.rounding import cdiv, round_up
-from tdkernels.runtime import gpu
+from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 
 if TYPE_CHECKING:
@@ -89,7 +89,17 @@ def ag_gemm_arguments(
         num_comm, routing.chunk_rows, routing.num_stages, config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
-    return args, {"CHOICES": routing.num_choices, "PAIR": layout[0] > w.shape[0], **constants}
+    is_pair = layout[0] > w.shape[0]
+    tiles = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1] // (2 if is_pair else 1))
+    pushes = _num_pushes(routing, k * x.element_size()) if num_comm else 0
+    trace = recorder.buffer(x.device, tiles + pushes, all_run=False)
+    return args, {"CHOICES": routing.num_choices, "PAIR": is_pair, "trace_ptr": trace, **constants}
+
+
+def _num_pushes(routing, row_bytes):
+    """Return the number of work items of ``push_partition``."""
+    rows = min(routing.chunk_rows, routing.tokens)
+    return routing.num_chunks * (routing.world_size - 1) * min(cdiv(rows * row_bytes, PUSHED_BYTES), rows)
 
 
 def compile_ag_gemm(
@@ -121,8 +131,10 @@ def gemm_rs_arguments(
         slice_columns, int(_has_large_items(rows, k, slice_columns, h)), config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
+    tiles = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1])
+    trace = recorder.buffer(h.device, tiles + _most_sums(routing, layout[1], slice_columns, piece), all_run=False)
     return args, {
-        "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
+        "trace_ptr": trace, "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
         "ROUND_OWN": is_batch_invariant(), **constants,
     }
 
@@ -131,6 +143,15 @@ def _slice_columns(n, piece_columns):
     """Return the tile columns per slice of an output [R, n]. It has at most _MOST_SLICES slices, of whole pieces."""
     block_n = SPECIALIZED_TILE[1]
     return round_up(cdiv(cdiv(n, block_n), _MOST_SLICES), max(piece_columns // block_n, 1))
+
+
+def _most_sums(routing, n, slice_columns, piece):
+    """Return the number of work items of ``add_partition``, if all are small."""
+    from tdkernels.ops.experts.tp_moe.specialized.add import PARTS
+
+    signals = routing.num_chunks * (routing.chunk_rows // piece.tokens)
+    blocks = cdiv(cdiv(n, SPECIALIZED_TILE[1]), slice_columns) * slice_columns * SPECIALIZED_TILE[1] // piece.columns
+    return (routing.world_size - 1 + PARTS.value) * signals * blocks
 
 
 def _has_large_items(rows, k, slice_columns, h):

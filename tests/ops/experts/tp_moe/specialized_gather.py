@@ -12,10 +12,12 @@ from tdkernels.ops.common.tile_config import PUSHED_BYTES
 from tdkernels.rounding import cdiv, round_up
 from tests.ops.experts.tp_moe.specialized_protocol import (
     HALF,
+    MAX_STAGES,
     PUSH_SOURCE,
     SIGNAL,
     STRIDE,
     FastSchedule,
+    Pointer,
     compiled,
     num_warps,
 )
@@ -38,6 +40,7 @@ class GatherRun:
         self.slot_bytes = round_up(rows, 8) * self.row_bytes
         self.arrived, self.items = set(), 0
         self.pushed, self.flags, self.signals = Counter(), Counter(), Counter()
+        self.marks = {}  # {piece of a trace: kinds}
         self.code = self._code(source or PUSH_SOURCE)
 
     def __call__(self):
@@ -46,8 +49,9 @@ class GatherRun:
             self.rows, self.row_bytes, self.slot_bytes, self.chunk_rows, self.num_chunks, self.ranks, self.stages
         )
         shard, threads = (None, 0, HALF, SIGNAL, sizes), {"peers": self._arrive}
+        tiles = None, Pointer(list(range(2 * MAX_STAGES))), 3, 1  # MAX_STAGES tile rows, three tile columns
         for program in range(started):
-            threads[f"push of {program}"] = partial(self.code["_push"], shard, program, self.num_comm)
+            threads[f"push of {program}"] = partial(self.code["_push"], shard, program, self.num_comm, "trace", tiles)
             threads[f"load of {program}"] = partial(self._load, (HALF, SIGNAL, sizes, self.me))
         self.schedule.start(threads)
         self._check_pushes()
@@ -65,7 +69,7 @@ class GatherRun:
             source, rank=lambda ctx: self.me, num_ranks=lambda ctx: self.ranks, data_at=self._data_at,
             signal_at=self._signal_at, flag_at=lambda ctx, index: index, wait_each=self._wait_each,
             request_by_warps=self._request, item_of_warps=lambda answer: answer, notify_if_last_arriver=self._notify,
-            mark_by_warps=lambda *_: None, PUSHED_BYTES=PUSHED_BYTES,
+            mark_by_warps=self._mark, PUSHED_BYTES=PUSHED_BYTES,
         )
         code["_copy"] = self._push
         return code
@@ -136,7 +140,15 @@ class GatherRun:
             assert source == self.me and all(self.pushed[peer, row] for row in rows)
             self.signals[peer, chunk] += 1
 
+    def _mark(self, trace, kind, warps, peer=-1):
+        assert trace[0] == "trace" and warps == num_warps()
+        self.marks.setdefault(trace[1], []).append(kind)
+
     def _check_pushes(self):
+        first = 3 * MAX_STAGES
+        assert sorted(self.marks) == list(range(first, first + len(self.marks)))
+        assert all(kinds == ["starts", "pushes", "ends"] for kinds in self.marks.values())
+        assert bool(self.marks) == (self.ranks > 1)
         peers = [rank for rank in range(self.ranks) if rank != self.me]
         assert self.pushed == {(peer, row): 1 for peer in peers for row in range(self.rows)}
         assert self.signals == {(peer, chunk): 1 for peer in peers for chunk in range(self.num_chunks)}

@@ -42,12 +42,14 @@ class AddRun:
         self.tiles = [order[:] for _ in each_rank]  # that are not finished: their tile columns
         self.added = [set() for _ in each_rank]  # (owner, first token, first column); of its own tokens: of each part
         self.signals = [set() for _ in each_rank]
+        self.marks = [{} for _ in each_rank]  # {piece of a trace: kinds}
         self.code = compiled(
             source or ADD_SOURCE, signal_at=self._signal_at, wait=self._wait, notify_by_warps=self._notify,
             wait_for_ranks=self._wait_for_ranks, request_by_warps=self._request, item_of_warps=lambda answer: answer,
-            multiply_experts=self._multiply, data_at=lambda rank, half, owner: (rank * ranks + owner) * STRIDE,
+            mark_by_warps=self._mark, ALL_PEERS=-2, multiply_experts=self._multiply,
+            data_at=lambda rank, half, owner: (rank * ranks + owner) * STRIDE,
         )
-        self.part = TOKENS // self.code["_PARTS"]
+        self.part = TOKENS // self.code["PARTS"]
         self.code |= {"_add_for_peer": self._add_for_peer, "_add_own": self._add_own}
 
     def __call__(self):
@@ -67,6 +69,22 @@ class AddRun:
                 peer * self.num_pieces + number for peer in peers for number in range(self.num_pieces)
             }
             assert is_complete and has_all
+            self._check_marks(rank)
+
+    def _check_marks(self, rank):
+        """Check that a trace has all work items of a rank, after the tiles, with their kinds in order."""
+        first = self.tile_rows * cdiv(self.n, BLOCK_N)
+        assert sorted(self.marks[rank]) == list(range(first, first + len(self.marks[rank])))
+        owners = {(): 0, ("joins", "pushes"): 0, ("sums",): 0}
+        for kinds in self.marks[rank].values():
+            assert kinds[:2] == ["starts", "waits"] and kinds[-1] == "ends"
+            owners[tuple(kinds[2:-1])] += 1
+        assert owners["sums",] > 0 or self.is_portable[rank]
+        assert (owners["joins", "pushes"] > 0) == (self.ranks > 1 and not self.is_portable[rank])
+
+    def _mark(self, trace, kind, warps, peer=-1):
+        assert warps == num_warps()
+        self.marks[trace[0]].setdefault(trace[1], []).append(kind)
 
     def _partitions(self, rank, started):
         """Return {name: function} for the partitions of a rank's programs that have started."""
@@ -78,9 +96,9 @@ class AddRun:
         for program in range(started):
             for which in range(2):
                 found[f"multiply {which} of {program}, {rank}"] = partial(
-                    self.code["_multiply_and_add"], sums, rank, None, 1, None, which, False, "", False, *constants
+                    self.code["_multiply_and_add"], sums, rank, None, 1, None, rank, which, False, "", False, *constants
                 )
-            found[f"add of {program}, {rank}"] = partial(self.code["add_partition"], sums, *constants, 2, False)
+            found[f"add of {program}, {rank}"] = partial(self.code["add_partition"], sums, rank, *constants, 2, False)
         return found
 
     def _pieces(self, owners, tokens=TOKENS):

@@ -54,6 +54,7 @@ class MoeRun(GroupGemmRun):
     def __call__(self):
         super().__call__()
         assert len(self.taken) == len(self.fetched)
+        self.check_marks(lambda item: ["stores"], self.copies_x, self.taken)
 
     def quarters(self, item):
         return super().quarters(item) if item in self.taken else []
@@ -206,20 +207,20 @@ class MoeAgGemmRun(MoeRun):
                 async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._arrive_after_copies
             ),
             "request_by_warps": lambda ctx, queue, warps: self._request(ctx, queue), "item_of_warps": self._item,
-            "ARRIVALS": 2, "VECTOR": 2, "_WARPS": 2,
+            "ARRIVALS": 2, "VECTOR": 2, "_WARPS": 2, "ALL_PEERS": -2,
         }
 
     def load(self, x, memory, bars, tiles):
         waits = "half", SIGNAL, "sizes", "me"
         self.x = x
         self.code["gather_partition"](
-            None, ("places", "choices"), "weight", memory, bars, tiles, (self.n, self.k), self.steps, waits, 2,
-            self.is_pair, False,
+            None, ("places", "choices"), "weight", memory, bars, tiles, (self.n, self.k), self.steps, waits,
+            self.trace, 2, self.is_pair, False,
         )
 
     def store(self, memory, bars, y, pre, tiles, n):
         self.code["store_partition"](
-            memory, bars, y, pre, tiles, n, None, 1, self.is_pair, self.activation == "keep", False
+            memory, bars, y, pre, tiles, n, None, 1, self.trace, self.is_pair, self.activation == "keep", False
         )
 
     def _await_tokens(self, ctx, stage, ready, waits):
@@ -290,10 +291,14 @@ class MoeGemmRsRun(MoeRun):
 
     def load(self, x, memory, bars, tiles):
         slices, problem = (self.num_tiles, self.slice_columns), (self.n, None)
-        self.code["_load"](None, (x, "weight"), memory, bars, tiles, problem, SIGNAL, self.steps, slices, False)
+        self.code["_load"](
+            None, (x, "weight"), memory, bars, tiles, problem, SIGNAL, self.steps, slices, self.trace, False
+        )
 
     def store(self, memory, bars, y, pre, tiles, n):
-        self.code["store_partition"](memory, bars, y, y, tiles, n, 0, self.slice_columns, False, False, True)
+        self.code["store_partition"](
+            memory, bars, y, y, tiles, n, 0, self.slice_columns, self.trace, False, False, True
+        )
 
     def _release(self, word, warps):
         assert warps == 1 and word == self.storing % self.tiles_n // self.slice_columns

@@ -46,7 +46,7 @@ def test_pushes_and_waits_in_any_order(ranks, rows, chunk_rows, stages):
         GatherRun(seed, ranks, rows, chunk_rows, stages, 1 + seed % 4)()
 
 
-PUSH = "push_partition(ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1)"
+PUSH = "shard, (None, 0, 0), program, num_comm, False, 1, trace_ptr"
 MUTANTS = {
     "the last stage is not awaited": ("while ready <= stage", "while ready < stage"),
     "one stage too many is ready": ("        ready += 1", "        ready += 2"),
@@ -61,7 +61,7 @@ MUTANTS = {
     "threads without a chunk read any word": ("gl.minimum(turns, end - 1), me", "turns, me"),
     "only the first chunks of a stage are awaited": ("range(first, end, 32 * _WARPS)", "range(first, first + 1)"),
     "a chunk has the signal of another one": ("source * num_chunks + chunk, signal", "source * num_chunks, signal"),
-    "two warps push": (PUSH, PUSH.replace(", 1)", ", 2)")),
+    "two warps push": (PUSH, PUSH.replace(", 1, trace", ", 2, trace")),
     "half of each row is pushed": (
         "gl.minimum(chunk_rows, M_shard), row_bytes, 1", "gl.minimum(chunk_rows, M_shard), row_bytes // 2, 1",
     ),

@@ -125,7 +125,7 @@ SUM_MUTANTS = {
     "parts of own tokens are lost": ("+ number % parts) * (_TOKENS", ") * (_TOKENS"),
     "a part has the tokens of a signal": ("gl.minimum(token + _TOKENS // parts", "gl.minimum(token + _TOKENS"),
     "items of the last slice are large": ("gl.where(slice_id < last, signals, 1)", "signals"),
-    "parts of the last slice are large": ("gl.where(slice_id < last, parts, _PARTS)", "parts"),
+    "parts of the last slice are large": ("gl.where(slice_id < last, parts, PARTS)", "parts"),
     "signals are in the order of the blocks": (
         "first = (chunk * groups + group) * blocks + block",
         "first = (chunk * groups + group) + block * groups * num_chunks",

@@ -4,8 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import data_at, signal_at
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warps, notify_by_warps, request_by_warps, wait_for_ranks
 from tdkernels.lang.memory import pointer_to
+from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.lang.signals import wait
 from tdkernels.ops.common.specialized.layout import BLOCK_N
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
@@ -15,7 +17,7 @@ from tdkernels.ops.experts.tp_moe.kernel_route import chunk_at_turn
 _TOKENS = gl.constexpr(BLOCK_TOKENS)  # per signal
 # A large work item for a peer has the tokens of several signals, so that there are fewer releases. A small one has the
 # tokens of one signal, and for this rank's tokens a part of them.
-_SIGNALS, _PARTS = gl.constexpr(4), gl.constexpr(4)
+_SIGNALS, PARTS = gl.constexpr(4), gl.constexpr(4)
 # One row of 512 columns takes 8 registers of each thread of a warp.
 _ROWS_IN_FLIGHT, _MOST_PASSES = 8, 4
 
@@ -229,7 +231,7 @@ def _sizes_of_shard(sums, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _run_item_for_peer(
-    sums, sizes, number, block, signals, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
+    sums, sizes, number, block, signals, trace, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
     WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
     """Run a work item for a peer's tokens: send their sums, then its signals. Return the request for the next item.
@@ -245,6 +247,7 @@ def _run_item_for_peer(
     count = gl.where(block < blocks, gl.minimum(signals, groups - group), 0)
     owner, chunk = chunk_at_turn(num_chunks + number // each, me, RANKS, num_chunks)
     token = chunk * chunk_rows + group * _TOKENS
+    mark_by_warps(trace, "joins", WARPS, owner)
     _add_for_peer(
         tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
         gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
@@ -253,6 +256,7 @@ def _run_item_for_peer(
     # Not earlier: other warps may have time for the next item while these add.
     answer = request_by_warps(ctx, 1, WARPS)
     first = (chunk * groups + group) * blocks + block  # signal
+    mark_by_warps(trace, "pushes", WARPS, owner)
     # waiter: the owner's work items for the same tokens and columns
     notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)
     return answer
@@ -260,7 +264,7 @@ def _run_item_for_peer(
 
 @gluon.jit
 def _run_own_item(
-    sums, sizes, number, block, parts, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
+    sums, sizes, number, block, parts, trace, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
     ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
     """Run a work item for this rank's tokens: wait for the peers, then add. Return the request for the next item.
@@ -277,6 +281,7 @@ def _run_own_item(
         first = group * blocks + block  # signal
         if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
             wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
+        mark_by_warps(trace, "sums", WARPS)
         _add_own(
             tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // parts, M_shard),
             block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS,
@@ -287,7 +292,7 @@ def _run_own_item(
 
 @gluon.jit
 def add_partition(
-    sums, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, ROUND_OWN: gl.constexpr,
+    sums, trace_ptr, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, ROUND_OWN: gl.constexpr,
     WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
     """Add the rows of tokens, together with other partitions, slice by slice.
@@ -306,20 +311,29 @@ def add_partition(
     of_slice = slices[1] * BLOCK_N // COLUMNS  # blocks of a slice; the last one may have fewer
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     last = (tiles_n + slices[1] - 1) // slices[1] - 1
-    signals, parts = gl.where(has_large, _SIGNALS, 1), gl.where(has_large, 1, _PARTS)
+    signals, parts = gl.where(has_large, _SIGNALS, 1), gl.where(has_large, 1, PARTS)
     large = _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS)
-    small = _items_of_slice(of_slice, num_chunks, groups, 1, _PARTS, RANKS)
+    small = _items_of_slice(of_slice, num_chunks, groups, 1, PARTS, RANKS)
     num_items = gl.where(signal == 0, 0, last * (large[0] + large[1]) + small[0] + small[1])
     complete = 0
     item = item_of_warps(request_by_warps(ctx, 1, WARPS))
     while item < num_items:
         slice_id, is_own, number = _place_of_item(item, last, large, small)
         block, rest = slice_id * of_slice + number % of_slice, number // of_slice
+        trace = trace_ptr, slices[0] * tiles_n + item  # after the tiles
+        mark_by_warps(trace, "starts", WARPS)
+        if trace_ptr is not None:  # later also for the peers, if the tokens are this rank's
+            mark_by_warps(trace, "waits", WARPS, gl.where(is_own, ALL_PEERS, me))
         complete = _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me)
         if is_own == 0:
             count = gl.where(slice_id < last, signals, 1)
-            answer = _run_item_for_peer(sums, sizes, rest, block, count, COLUMNS, CHOICES, RANKS, WARPS, PROMOTE)
+            answer = _run_item_for_peer(
+                sums, sizes, rest, block, count, trace, COLUMNS, CHOICES, RANKS, WARPS, PROMOTE
+            )
         else:
-            count = gl.where(slice_id < last, parts, _PARTS)
-            answer = _run_own_item(sums, sizes, rest, block, count, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE)
+            count = gl.where(slice_id < last, parts, PARTS)
+            answer = _run_own_item(
+                sums, sizes, rest, block, count, trace, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE
+            )
+        mark_by_warps(trace, "ends", WARPS)
         item = item_of_warps(answer)

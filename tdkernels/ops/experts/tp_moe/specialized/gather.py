@@ -10,8 +10,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tdkernels.lang.context import signal_at
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warps, request_by_warps, wait_each
 from tdkernels.lang.memory import pointer_to
+from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.specialized.layout import BLOCK_N, FULL, HALF_M, STAGES, STEP_BYTES, WARPS
 from tdkernels.ops.common.specialized.load import await_stage, begin_item, end_items, load_weight
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import block_of_tile
@@ -110,8 +112,8 @@ def _load_steps(w_desc, rows, K, memory, bars, block, is_whole, turn, first, las
 
 @gluon.jit
 def gather_partition(
-    ctx, tokens, w_desc, memory, bars, tiles, problem, steps, waits, CHOICES: gl.constexpr, PAIR: gl.constexpr,
-    W_IS_KN: gl.constexpr,
+    ctx, tokens, w_desc, memory, bars, tiles, problem, steps, waits, trace_ptr, CHOICES: gl.constexpr,
+    PAIR: gl.constexpr, W_IS_KN: gl.constexpr,
 ):
     """Fetch the tiles of each stage, wait for their tokens, and load their operands.
 
@@ -135,7 +137,13 @@ def gather_partition(
     low, high = _assignments(choices_ptr, row, count, me, sizes, CHOICES)
     while item < num_items:
         is_whole = count > HALF_M
+        trace = trace_ptr, number
+        mark_by_warps(trace, "starts", _WARPS)
+        if trace_ptr is not None:
+            if ready <= stage:
+                mark_by_warps(trace, "waits", _WARPS, ALL_PEERS)
         ready = await_tokens(ctx, stage, ready, waits)
+        mark_by_warps(trace, "multiplies", _WARPS)
         rows = (
             _pointers(low, places, sizes, me, dtype, CHOICES), _pointers(high, places, sizes, me, dtype, CHOICES),
         )

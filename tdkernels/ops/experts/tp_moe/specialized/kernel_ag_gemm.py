@@ -34,21 +34,27 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.push import push_partition
 from tdkernels.ops.experts.grouped_gemm.specialized.multiply import multiply_experts
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.specialized.gather import ARRIVALS, gather_partition
 from tdkernels.ops.experts.tp_moe.specialized.tiles import store_partition
 
 
 @gluon.jit
-def _push(shard, program, num_comm):
+def _push(shard, program, num_comm, trace_ptr, tiles):
     """Push this rank's tokens if this is one of the first ``num_comm`` programs.
 
     shard: (ctx, address of the tokens, half, signal, ``sizes``)
     """
+    first_piece = 0
+    if trace_ptr is not None:
+        first_piece = gl.load(tiles[1] + MAX_STAGES) * tiles[2]  # after the tiles
     ctx, x_at, half, signal, sizes = shard
     M_shard, row_bytes, slot_bytes, chunk_rows, num_chunks, _, _ = sizes
     shard = M_shard, row_bytes, gl.minimum(chunk_rows, M_shard), row_bytes, 1, num_chunks, slot_bytes
     if num_comm > 0:
-        push_partition(ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1)
+        push_partition(
+            ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1, trace_ptr, first_piece
+        )
 
 
 @gluon_jit(do_not_specialize=[
@@ -59,6 +65,7 @@ def moe_ag_gemm_specialized_kernel(
     M_shard, R, N, K, slot_rows, plan, num_comm, chunk_rows, stages, group_m,
     CHOICES: gl.constexpr, PAIR: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "",
     X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
+    trace_ptr=None,
 ):
     """Compute y as ``moe_ag_gemm_kernel`` does, without the results for gradients.
 
@@ -92,10 +99,10 @@ def moe_ag_gemm_specialized_kernel(
             (multiply_experts, (memory, bars, steps, epilogue, 1, W_IS_KN, PAIR, KEEP, SCALING, PROMOTE)),
             (
                 gather_partition,
-                (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, CHOICES, PAIR, W_IS_KN),
+                (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, trace_ptr, CHOICES, PAIR, W_IS_KN),
             ),
-            (_push, ((ctx, x_at, half, signal, sizes), gl.program_id(0), num_comm)),
-            (store_partition, (memory, bars, y, pre, tiles, N, None, 1, PAIR, KEEP, False)),
+            (_push, ((ctx, x_at, half, signal, sizes), gl.program_id(0), num_comm, trace_ptr, tiles)),
+            (store_partition, (memory, bars, y, pre, tiles, N, None, 1, trace_ptr, PAIR, KEEP, False)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

@@ -41,21 +41,21 @@ from tdkernels.ops.experts.tp_moe.specialized.tiles import load_partition, store
 
 
 @gluon.jit
-def _load(ctx, operands, memory, bars, tiles, problem, signal, steps, slices, W_IS_KN: gl.constexpr):
+def _load(ctx, operands, memory, bars, tiles, problem, signal, steps, slices, trace_ptr, W_IS_KN: gl.constexpr):
     """Load the tiles of each slice."""
     num_items = gl.where(signal == 0, 0, slices[0] * tiles[2])
-    load_partition(ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, W_IS_KN)
+    load_partition(ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, trace_ptr, W_IS_KN)
 
 
 @gluon.jit
 def _multiply_and_add(
-    sums, memory, bars, steps, epilogue, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr,
-    PROMOTE: gl.constexpr, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
+    sums, memory, bars, steps, epilogue, trace_ptr, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
+    SCALING: gl.constexpr, PROMOTE: gl.constexpr, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
     ROUND_OWN: gl.constexpr,
 ):
     """Compute half of the rows of each tile. After the last tile, add rows of tokens."""
     multiply_experts(memory, bars, steps, epilogue, WHICH, W_IS_KN, False, False, SCALING, PROMOTE)
-    add_partition(sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 4, PROMOTE)
+    add_partition(sums, trace_ptr, COLUMNS, CHOICES, RANKS, ROUND_OWN, 4, PROMOTE)
 
 
 @gluon_jit(do_not_specialize=["M_shard", "R", "N", "K", "plan", "chunk_rows", "slice_columns", "has_large", "group_m"])
@@ -65,7 +65,7 @@ def moe_gemm_rs_specialized_kernel(
     M_shard, R, N, K, plan, chunk_rows, slice_columns, has_large, group_m,
     COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
     ROUND_OWN: gl.constexpr = False, SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
-    EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
+    EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False, trace_ptr=None,
 ):
     """Compute z as ``moe_gemm_rs_kernel`` does.
 
@@ -97,20 +97,23 @@ def moe_gemm_rs_specialized_kernel(
             (
                 _multiply_and_add,
                 (
-                    sums, memory, bars, steps, epilogue, 0, W_IS_KN, SCALING, PROMOTE, COLUMNS, CHOICES, RANKS,
-                    ROUND_OWN,
+                    sums, memory, bars, steps, epilogue, trace_ptr, 0, W_IS_KN, SCALING, PROMOTE, COLUMNS, CHOICES,
+                    RANKS, ROUND_OWN,
                 ),
             ),
             (
                 _multiply_and_add,
                 (
-                    sums, memory, bars, steps, epilogue, 1, W_IS_KN, SCALING, PROMOTE, COLUMNS, CHOICES, RANKS,
-                    ROUND_OWN,
+                    sums, memory, bars, steps, epilogue, trace_ptr, 1, W_IS_KN, SCALING, PROMOTE, COLUMNS, CHOICES,
+                    RANKS, ROUND_OWN,
                 ),
             ),
-            (add_partition, (sums, COLUMNS, CHOICES, RANKS, ROUND_OWN, 2, PROMOTE)),
-            (_load, (ctx, operands, memory, bars, tiles, (N, K), signal, steps, slices, W_IS_KN)),
-            (store_partition, (memory, bars, out, out, tiles, N, done_ptr, slice_columns, False, False, True)),
+            (add_partition, (sums, trace_ptr, COLUMNS, CHOICES, RANKS, ROUND_OWN, 2, PROMOTE)),
+            (_load, (ctx, operands, memory, bars, tiles, (N, K), signal, steps, slices, trace_ptr, W_IS_KN)),
+            (
+                store_partition,
+                (memory, bars, out, out, tiles, N, done_ptr, slice_columns, trace_ptr, False, False, True),
+            ),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

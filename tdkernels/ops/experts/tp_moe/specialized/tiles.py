@@ -7,12 +7,15 @@ several functions:
     tiles    (pointer to the table, pointer to the begins of the stages, tile columns, group_m)
     slices   (tile rows, tile columns of a slice of the output), of moe_gemm_rs
     problem  (N of a plane, K)
+
+In a trace, the number of a tile is that of its piece.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import add_release_by_warps, item_of_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
 from tdkernels.ops.common.gemm_tile import swizzle
@@ -82,7 +85,7 @@ def place_of(item, num_items, order, tiles, PLACE: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, W_IS_KN: gl.constexpr,
+    ctx, operands, memory, bars, tiles, problem, num_items, slices, steps, trace_ptr, W_IS_KN: gl.constexpr,
 ):
     """Fetch tiles of moe_gemm_rs, and load their operands.
 
@@ -97,6 +100,8 @@ def load_partition(
     _, number, pid_n, expert, row, count = place_of(item, num_items, slices, tiles, place_by_slice)
     while item < num_items:
         is_whole = count > HALF_M
+        mark_by_warps((trace_ptr, number), "starts", 1)
+        mark_by_warps((trace_ptr, number), "multiplies", 1)
         begin_item(memory, bars, 2 * number + gl.where(is_whole, 0, 1), (row, pid_n, expert), turn)
         block = block_of_tile(row, expert, pid_n, problem[0], problem[1], False, W_IS_KN)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, 0, early, HALF_ROWS, W_IS_KN)
@@ -110,7 +115,7 @@ def load_partition(
 
 @gluon.jit
 def store_partition(
-    memory, bars, y, pre, tiles, N, done_ptr, slice_columns, PAIR: gl.constexpr, KEEP: gl.constexpr,
+    memory, bars, y, pre, tiles, N, done_ptr, slice_columns, trace_ptr, PAIR: gl.constexpr, KEEP: gl.constexpr,
     COUNTS: gl.constexpr,
 ):
     """Store tiles in y, and with KEEP the input of SwiGLU in pre, see ``grouped_gemm.specialized.partitions``.
@@ -128,9 +133,11 @@ def store_partition(
         entry = table_ptr + number // tiles_n * TILE_WORDS
         row = gl.load(entry + 1)
         end = row + gl.load(entry + 2)
+        mark_by_warps((trace_ptr, number), "stores", 1)
         halves = store_tile(memory, bars, y, pre, row, end, pid_n, N, halves, PAIR, KEEP)
         if COUNTS:
             await_tma_stores()
             add_release_by_warps(done_ptr + pid_n // slice_columns, 1)  # waiter: add_partition of this rank
+        mark_by_warps((trace_ptr, number), "ends", 1)
         mbarrier.wait(bars.index(OUT_FULL), halves & 1)
         item = read_item(sent.index(0), ONE_WARP)
