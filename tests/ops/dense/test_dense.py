@@ -13,16 +13,19 @@ from tests.support.subset import THOROUGH, pairs, turns
 
 WORLD_SIZES = [1, 2, 3, 4] if THOROUGH else [1, 2, 4]  # other tests run on three ranks
 BF16, FP16, FP32 = cases.DTYPES
-ONE_SHOT_EXCHANGE, ONE_SHOT_TRANSPORT = {"exchange": "one_shot"}, {"transport": "one_shot"}
+# The default for few rows is one shot.
+PUSH, FORWARD, ONE_SHOT_TRANSPORT = {"transport": "push"}, {"transport": "forward"}, {"transport": "one_shot"}
+TWO_SHOT, ONE_SHOT_EXCHANGE = {"exchange": "two_shot"}, {"exchange": "one_shot"}
+DIRECT_TWO_SHOT = {**TWO_SHOT, "transport": "direct"}
 CONFIGS = {
     "ag_gemm": {
         "default": {},
         "torch": {"method": "torch"},
-        "small tiles, one pushing program": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
+        "small tiles, one pushing program": {**PUSH, "tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
         "three pushing programs, chunks of two tiles": {
-            "tiles": Tiles(32, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2,
+            **PUSH, "tiles": Tiles(32, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2,
         },
-        "chunks longer than a shard": {"tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
+        "chunks longer than a shard": {**PUSH, "tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
         "copy engine": {"transport": "copy_engine"},
         "copy engine, small tiles": {"transport": "copy_engine", "tiles": Tiles(16, 32, 64)},
         "copy engine, chunks of two tiles": {"transport": "copy_engine", "tiles": Tiles(32, 16, 16), "chunk_tiles": 2},
@@ -39,11 +42,11 @@ CONFIGS = {
     "gemm_rs": {
         "default": {},
         "torch": {"method": "torch"},
-        "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
-        "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
-        "items longer than a shard": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
-        "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
-        "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+        "small tiles, sent one by one": {**FORWARD, "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
+        "items of three tiles": {**FORWARD, "tiles": Tiles(32, 64, 16), "item_tiles": 3},
+        "items longer than a shard": {**FORWARD, "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
+        "sums in two halves": {**FORWARD, "tiles": Tiles(16, 128, 32), "item_tiles": 5},
+        "one wide tile": {**FORWARD, "tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
         "direct": {"transport": "direct"},
         "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2)},
         "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2)},
@@ -57,14 +60,14 @@ CONFIGS = {
     "gemm_ar": {
         "default": {},
         "torch": {"method": "torch"},
-        "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
-        "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
-        "items longer than the output": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
-        "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
-        "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
-        "direct": {"transport": "direct"},
-        "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
-        "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 2},
+        "small tiles, sent one by one": {**TWO_SHOT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
+        "items of three tiles": {**TWO_SHOT, "tiles": Tiles(32, 64, 16), "item_tiles": 3},
+        "items longer than the output": {**TWO_SHOT, "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
+        "sums in two halves": {**TWO_SHOT, "tiles": Tiles(16, 128, 32), "item_tiles": 5},
+        "one wide tile": {**TWO_SHOT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+        "direct": DIRECT_TWO_SHOT,
+        "direct, small tiles": {**DIRECT_TWO_SHOT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
+        "direct, one wide tile": {**DIRECT_TWO_SHOT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 2},
         "one shot": ONE_SHOT_EXCHANGE,
         "one shot, small tiles, 2 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
         "one shot, 3 K splits": {**ONE_SHOT_EXCHANGE, "tiles": Tiles(32, 64, 16), "split_k": 3},

@@ -11,12 +11,13 @@ from tests.support.simulated_nodes import a_group_on_nodes, thorough
 from tests.support.subset import THOROUGH
 
 BF16, FP16, FP32 = cases.DTYPES
-SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
+FORWARD = {"transport": "forward"}  # the default for few rows is one shot
+SMALL = {**FORWARD, "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
 CONFIGS = {
     "small tiles, sent one by one": SMALL,
-    "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
-    "items longer than a shard": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
-    "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
+    "items of three tiles": {**FORWARD, "tiles": Tiles(32, 64, 16), "item_tiles": 3},
+    "items longer than a shard": {**FORWARD, "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
+    "sums in two halves": {**FORWARD, "tiles": Tiles(16, 128, 32), "item_tiles": 5},
     "direct, ignored": {"transport": "direct"},
     "torch": {"method": "torch"},
 }
