@@ -21,7 +21,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def _linked(group):
     """Return the group unless it is one of solo mode."""
-    state = states.get(group if group is not None else dist.group.WORLD)
+    used = dist.group.WORLD if group is None else group
+    state = states.get(used) if isinstance(used, dist.ProcessGroup) else None  # otherwise torch raises its error
     if state is not None and not state.has_link:
         raise NotImplementedError('method "torch": not in solo mode, where torch\'s collectives do not communicate')
     return group
