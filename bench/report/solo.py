@@ -37,40 +37,49 @@ _HEAD = [
 
 def text(rows):
     """Return the section, or "" if there are no rows."""
-    return section(_INTRO, rows, lambda row: tuple(row[name] for name in ("op", "pass", "m", "n", "k")), _table)
+    return section(_INTRO, rows, _problem_of, _table)
 
 
 def eager_text(graph_rows, eager_rows):
     """Return the section of eager calls, or "" if there are no rows."""
-    captured = {_call_of(row): row for row in graph_rows}
-
-    def place_of(row):
-        return row["gpu"], row["ranks"], row["link_gbps"]
-
-    def problem_of(row):
-        return row["op"], row["pass"], row["m"], row["n"], row["k"]
-
+    captured = {_call_of(row): row["ms"] for row in graph_rows}
     parts = [
         f"{_title(place, runs, '####')}\n{markdown(_eager_table(runs, captured))}"
-        for place, runs in sorted(newest(eager_rows, place_of, problem_of).items(), key=str)
+        for place, runs in sorted(newest(eager_rows, _place_of, _problem_of).items(), key=str)
     ]
     return "\n".join([_EAGER_INTRO, *parts]) if parts else ""
 
 
+def _place_of(row):
+    return row["gpu"], row["ranks"], row["link_gbps"]
+
+
+def _problem_of(row):
+    return row["op"], row["pass"], row["m"], row["n"], row["k"]
+
+
 def _call_of(row):
-    return tuple(row[name] for name in ("date", "gpu", "ranks", "link_gbps", "op", "pass", "m", "n", "k", "method"))
+    return row["date"], _place_of(row), _problem_of(row), row["method"]
+
+
+def _name(operator, direction):
+    return operator if direction == "forward" else f"{operator} backward"
 
 
 def _eager_table(runs, captured):
     lines = [_EAGER_HEAD, ["---"] * 2 + ["---:"] * (len(_EAGER_HEAD) - 2)]
     for (operator, direction, m, n, k), run in sorted(runs.items()):
-        name = operator if direction == "forward" else f"{operator} backward"
-        cells = []
-        for method in ("gemm", "tdkernels"):
-            row = run[method]
-            cells += [ms(row["host_ms"]), ms(row["ms"]), ms(captured[_call_of(row)]["ms"])]
-        lines.append([name, f"{m} × {n} × {k}", *cells, share(run["tdkernels"]["over_floor"])])
+        selected = run.get("tdkernels")
+        cells = [*_eager_cells(run["gemm"], captured), *_eager_cells(selected, captured)]
+        factor = share(None if selected is None else selected["over_floor"])
+        lines.append([_name(operator, direction), f"{m} × {n} × {k}", *cells, factor])
     return lines
+
+
+def _eager_cells(row, captured):
+    """Return the cells of a method, whose row is None if it does not run in solo mode."""
+    times = (None,) * 3 if row is None else (row["host_ms"], row["ms"], captured[_call_of(row)])
+    return map(ms, times)
 
 
 def section(intro, rows, problem_of, table):
@@ -80,9 +89,7 @@ def section(intro, rows, problem_of, table):
         problem_of: function of a row: the problem, of which the newest run is shown.
         table: function of {problem: {method: row}}: the lines of the table, and {name: ratios to the floor}.
     """
-    places = newest(
-        rows, lambda row: (row["gpu"], row["ranks"], row["link_gbps"]), problem_of, with_overrides=True
-    )
+    places = newest(rows, _place_of, problem_of, with_overrides=True)
     parts = [intro]
     for place, runs in sorted(places.items(), key=lambda item: str(item[0])):
         lines, factors = table(runs)
@@ -108,8 +115,7 @@ def _table(runs):
     lines = [_HEAD, ["---"] * 2 + ["---:"] * 5 + ["---"] * 2]
     factors = {}
     for (operator, direction, m, n, k), run in sorted(runs.items()):
-        name = operator if direction == "forward" else f"{operator} backward"
-        best = _fastest(run)
+        name, best = _name(operator, direction), _fastest(run)
         few = "" if m >= _MANY_ROWS else f" with M < {_MANY_ROWS}"
         factors.setdefault(name + few, []).append(best["over_floor"])
         gemm, selected = run["gemm"], run.get("tdkernels", {"ms": None})

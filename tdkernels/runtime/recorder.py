@@ -16,10 +16,11 @@ class Recorder:
     Attributes:
         events: int64 [kinds + turns, pieces, 2], or None before the first launch. A piece is a work item.
         all_run: whether every piece has been executed; if not, pieces without events do not exist.
+        by_warps: whether different warps of a program execute pieces at the same time.
     """
 
     def __init__(self) -> None:
-        self.events, self.all_run = None, True
+        self.events, self.all_run, self.by_warps = None, True, False
         self._memory = None
 
     def clear(self) -> None:
@@ -27,9 +28,9 @@ class Recorder:
         if self.events is not None:
             self.events.zero_()
 
-    def _buffer(self, device, pieces, turns, all_run):
+    def _buffer(self, device, pieces, turns, all_run, by_warps):
         """Return the buffer for a launch, with its header; allocate it if the shape or device has changed."""
-        self.all_run = all_run
+        self.all_run, self.by_warps = all_run, by_warps
         places = NUM_KINDS.value + turns
         if self.events is None or self.events.shape != (places, pieces, 2) or self.events.device != device:
             self._memory = torch.zeros(2 + pieces * places * 2, dtype=torch.int64, device=device)
@@ -53,7 +54,7 @@ def record(recorder: Recorder) -> Iterator[Recorder]:
 
 
 def buffer(
-    device: torch.device, pieces: int, turns: int = 0, all_run: bool = True
+    device: torch.device, pieces: int, turns: int = 0, all_run: bool = True, by_warps: bool = False
 ) -> torch.Tensor | None:
     """Return the argument ``trace_ptr`` of a kernel: memory for its events, or None if no trace is recorded.
 
@@ -62,5 +63,6 @@ def buffer(
         pieces: number of pieces (work items).
         turns: maximum number of repetitions that a piece records.
         all_run: whether there are exactly ``pieces`` pieces. False: ``pieces`` is the host's upper bound.
+        by_warps: whether different warps of a program execute pieces at the same time.
     """
-    return None if active is None else active._buffer(device, pieces, turns, all_run)
+    return None if active is None else active._buffer(device, pieces, turns, all_run, by_warps)

@@ -71,7 +71,7 @@ def draw(trace: "Trace", path: "Path") -> None:
 def _draw_rank(axis, trace, rank):
     end = max(trace.span(r)[1] for r in range(len(trace.ranks)))
     place_of = _place_by_warps(trace, rank) if trace.is_by_warps(rank) else _place_by_program(trace, rank)
-    pixels = _pixels(trace, rank, end, place_of)
+    pixels = _pixels(place_of, end)
     axis.imshow(pixels, extent=(0, end / 1e3, len(pixels), 0), aspect="auto", interpolation="nearest")
     known = trace.ranks[rank][0].multiprocessor >= 0
     axis.set_ylabel(f"rank {rank}\n{'multiprocessor' if known else 'program'}")
@@ -100,7 +100,7 @@ def _place_by_warps(trace, rank):
     }
 
 
-def _pixels(trace, rank, end, place_of):
+def _pixels(place_of, end):
     """Return the colors [rows, columns, 3] until ``end``. Each column shows the kind that took the most of its time.
 
     Boxes instead of pixels would either hide the neighbors of intervals thinner than a pixel, or fade.

@@ -78,7 +78,7 @@ def record_operator(
     return {
         "operator": operator, "shape": "x".join(map(str, shape)), "dtype": problem.dtype, "gpu": problem.gpu,
         **ranks, "config": text_of(config), "torch": torch.__version__, "triton": triton.__version__,
-        "num_multiprocessors": gpu.num_sms(device) if device.type == "cuda" else 0,
+        "num_multiprocessors": gpu.num_sms(device) if device.type == "cuda" else 0, "by_warps": recorder.by_warps,
         "untraced_ms": untraced_ms, "traced_ms": traced_ms, "events": events, "times": times,
     }
 

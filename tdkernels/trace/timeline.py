@@ -66,8 +66,8 @@ class Trace:
 
     def is_by_warps(self, rank: int) -> bool:
         """Return whether different warps of a program were active at the same time."""
-        several = any(i.lane > 0 for i in self.ranks[rank] if i.multiprocessor >= 0)
-        return several and "warp_specialize=True" in self.about["config"]
+        # A file of an older version does not say it, and another rank may have run another kernel.
+        return self.about.get("by_warps", False) and any(i.lane > 0 for i in self.ranks[rank])
 
     def rows(self, rank: int) -> dict[tuple[int, int], str]:
         """Return {row: name} in display order. A row is (multiprocessor, lane), or (program, -1) if that is unknown."""

@@ -387,8 +387,11 @@ def test_eager_calls_in_solo_mode_have_a_table_of_their_own(results):
     folder = results([
         solo_row("8x8x8", "gemm", 1.0), solo_row("8x8x8", "tdkernels", 3.0, config=CONFIG),
         {**solo_row("8x8x8", "gemm", 1.25), **eager}, {**solo_row("8x8x8", "tdkernels", 3.5, config=CONFIG), **eager},
+        solo_row("8x8x16", "gemm", 1.0), {**solo_row("8x8x16", "gemm", 1.25), **eager},
+        solo_row("8x8x16", "c1", 3.0, config=CONFIG), solo_row("8x8x16", "tdkernels", None),
     ], "solo")
     captured, calls = report.pages(all_rows.read(folder))["tables/solo.md"].split("### Eager calls in solo mode")
     assert "| gemm_rs | 8 × 8 × 8 | 1.000 | 2.000 | 3.000 | 3.000 | 1.50 |" in captured
     assert "#### NVIDIA Testing, one of 8 ranks, data arrives at 390 GB/s (model)" in calls
     assert "| gemm_rs | 8 × 8 × 8 | 0.500 | 1.250 | 1.000 | 0.500 | 3.500 | 3.000 | 1.75 |" in calls
+    assert "| gemm_rs | 8 × 8 × 16 | 0.500 | 1.250 | 1.000 | – | – | – | – |" in calls, "no selected config"

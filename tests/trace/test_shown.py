@@ -170,13 +170,13 @@ def test_groups_of_warps_have_a_part_of_the_plot_each():
 
     trace = make_trace(two_ranks())
     assert not trace.is_by_warps(0)
-    trace.about["config"] = "transport=direct warp_specialize=True"
+    trace.about["by_warps"] = True
     assert trace.is_by_warps(0) and not trace.is_by_warps(1)
     places = plot._place_by_warps(trace, 0)
     rows = {(i.kind, i.multiprocessor): row for i, row in places.items() if i.kind in ("multiplies", "waits")}
     # Multiprocessors 0, 1 and 3 in each of three parts.
     assert rows == {("multiplies", 0): 0, ("multiplies", 1): 1, ("multiplies", 3): 2, ("waits", 1): 7}
-    pixels = plot._pixels(trace, 0, trace.span(0)[1], places)
+    pixels = plot._pixels(places, trace.span(0)[1])
     # Multiprocessor 1 multiplies from 29 to 99 and from 11 to 51, and is idle from 100 on.
     blue, idle = ([int(plot._COLOURS["multiplies"][i : i + 2], 16) for i in (1, 3, 5)], [255, 255, 255])
     columns = [time * plot._COLUMNS // 200 for time in (5, 20, 40, 90, 150)]

@@ -1,5 +1,6 @@
 """Traces of the warp-specialized kernels, on Hopper: several partitions of a program record events of a work item."""
 
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -30,6 +31,16 @@ VARIANTS = {
 each_operator = pytest.mark.parametrize("operator", VARIANTS)
 
 
+def kinds_of_items(intervals):
+    """Return {kinds of a work item after "starts": number of such items}."""
+    found = Counter()
+    for _, members in groupby(intervals, key=lambda interval: interval.program):
+        starts, *kinds = (interval.kind for interval in members)
+        assert starts == "starts"
+        found[tuple(kinds)] += 1
+    return found
+
+
 @on_hopper
 @each_operator
 def test_every_work_item_is_recorded(operator):
@@ -37,11 +48,7 @@ def test_every_work_item_is_recorded(operator):
     trace = make_trace(on_ranks(2, record_operator, operator, SHAPE, torch.bfloat16, changes, 2))
     assert "warp_specialize=True" in trace.about["config"]
     for rank, intervals in enumerate(trace.ranks):
-        found = {}
-        for _, members in groupby(intervals, key=lambda interval: interval.program):
-            starts, *kinds = (interval.kind for interval in members)
-            assert starts == "starts"
-            found[tuple(kinds)] = found.get(tuple(kinds), 0) + 1
+        found = kinds_of_items(intervals)
         if expected is None:
             assert set(found) <= {("multiplies", "stores"), ("waits", "multiplies", "stores"), ("pushes",)}
             assert found["pushes",] > 0
@@ -61,11 +68,7 @@ def test_every_work_item_of_experts_is_recorded(operator, expected):
     trace = make_trace(on_ranks(2, record_operator, operator, shape, torch.bfloat16, changes, 2))
     assert "warp_specialize=True" in trace.about["config"]
     for rank, intervals in enumerate(trace.ranks):
-        found = set()
-        for _, members in groupby(intervals, key=lambda interval: interval.program):
-            starts, *kinds = (interval.kind for interval in members)
-            assert starts == "starts"
-            found.add(tuple(kinds))
+        found = kinds_of_items(intervals).keys()
         assert expected - {("waits",), ("waits", "multiplies", "stores")} <= found <= expected
         assert trace.is_by_warps(rank)
 

@@ -94,6 +94,11 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
+def num_parts(chunk_rows: int, slice_bytes: int) -> int:
+    """Return the number of parts in which ``push_partition`` pushes ``slice_bytes`` of each row of a chunk."""
+    return min(cdiv(chunk_rows * slice_bytes, PUSHED_BYTES), chunk_rows)
+
+
 def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
     """Return the tile for fp8 operands that corresponds to a tile for 16-bit operands.
 
@@ -144,6 +149,7 @@ def with_wide_steps(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
 
 # Saturates the tensor cores of Hopper.
 LARGE = Tiles(128, 256, 64, num_warps=8, num_stages=4)
+MEDIUM = Tiles(128, 128, 64, num_warps=8, num_stages=5)
 
 
 def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiles:
@@ -160,7 +166,7 @@ def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -
     if rows <= 64:
         return Tiles(64, 128, 64, num_warps=4, num_stages=5)
     if n <= 128:
-        return Tiles(128, 128, 64, num_warps=8, num_stages=5)
+        return MEDIUM
     return LARGE
 
 
@@ -219,4 +225,4 @@ def tiles_of_product(
     tiles = default_tiles(rows, n, dtype, device)
     if tiles != LARGE or shards * LARGE.count(rows, n) > waves * gpu.num_sms(device):
         return tiles
-    return Tiles(128, 128, 64, num_warps=8, num_stages=5)
+    return MEDIUM

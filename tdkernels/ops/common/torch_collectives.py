@@ -24,7 +24,7 @@ def _linked(group):
     used = dist.group.WORLD if group is None else group
     state = states.get(used) if isinstance(used, dist.ProcessGroup) else None  # otherwise torch raises its error
     if state is not None and not state.has_link:
-        raise NotImplementedError('method "torch": not in solo mode, where torch\'s collectives do not communicate')
+        raise NotImplementedError("not in solo mode: torch's collectives do not communicate there")
     return group
 
 

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.common.tile_config import LARGE, Tiles, default_tiles
+from tdkernels.ops.common.tile_config import LARGE, MEDIUM, Tiles, default_tiles, tiles_of_product
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 8  # the descriptor of each rank is a separate argument of the kernel
 # These leave shared memory for a tile that is being sent.
-DIRECT_LARGE = replace(LARGE, num_stages=3)
-DIRECT_MEDIUM = Tiles(128, 128, 64, num_warps=8, num_stages=4)
+DIRECT_LARGE, DIRECT_MEDIUM = replace(LARGE, num_stages=3), replace(MEDIUM, num_stages=4)
 # Up to so many waves of large tiles the default are medium ones. The warp-specialized kernel has only large tiles.
 # Without it, the communication of the second of two waves overlaps with nothing. H200, 4 and 8 ranks in solo mode:
 # medium tiles take 0.78 to 0.93 of the time of the warp-specialized kernel with 64 tiles, 1.00 to 1.06 with 96 and 128.
@@ -44,13 +43,15 @@ def suits(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, w
     return by_engine and world_size <= MAX_RANKS and default_tiles(rows, n, dtype, device) == LARGE
 
 
-def default_tile(rows: int, n: int, shards: int, specializes: bool, device: torch.device) -> Tiles:
-    """Return the default tile for ``shards`` outputs [rows, n].
+def default_tile(
+    rows: int, n: int, shards: int, specializes: bool, dtype: torch.dtype, device: torch.device
+) -> Tiles:
+    """Return the default tile for ``shards`` outputs [rows, n] that ``suits`` accepts.
 
     ``specializes``: whether the warp-specialized kernel can run.
     """
     waves = _WAVES_OF_MEDIUM_SPECIALIZED if specializes else _WAVES_OF_MEDIUM
-    return DIRECT_MEDIUM if shards * LARGE.count(rows, n) <= waves * gpu.num_sms(device) else DIRECT_LARGE
+    return DIRECT_LARGE if tiles_of_product(rows, n, shards, waves, dtype, device) == LARGE else DIRECT_MEDIUM
 
 
 def check_ranks(operator: str, world_size: int) -> None:

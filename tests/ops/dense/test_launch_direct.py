@@ -35,13 +35,13 @@ def test_suits_large_tiles_that_tma_sends(rows, n, k, dtype, ranks, expected, ho
     assert launch_direct.suits(rows, n, k, dtype, GPU, ranks) == expected
 
 
-# A wave are 132 tiles of 128 x 256.
+# A wave has 132 tiles of 128 x 256.
 @pytest.mark.parametrize("rows, n, shards, specializes, expected", [
     (128, 2048, 8, True, launch_direct.DIRECT_MEDIUM), (128, 3072, 8, True, launch_direct.DIRECT_LARGE),
     (128, 8192, 8, False, launch_direct.DIRECT_MEDIUM), (256, 8192, 8, False, launch_direct.DIRECT_LARGE),
 ])
 def test_default_tile(rows, n, shards, specializes, expected, hopper):
-    assert launch_direct.default_tile(rows, n, shards, specializes, GPU) == expected
+    assert launch_direct.default_tile(rows, n, shards, specializes, torch.bfloat16, GPU) == expected
     sent = launch_direct.shared_memory_bytes(expected, GPU, torch.bfloat16)
     assert expected.illegal(GPU, torch.bfloat16, sent) is None
 

@@ -9,7 +9,7 @@ import torch
 from tdkernels.ops.common.gemm_operands import scale_operands, scale_pointers, weight_layout
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import PUSHED_BYTES, SPECIALIZED_TILE, STEP_BYTES
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES, num_parts
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
 from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv
@@ -97,7 +97,7 @@ def _num_pushes(x, world_size, config, copies_own):
     rows, k = x.shape
     slices = num_slices(k, config)
     chunk_rows = min(config.chunk_tiles * _BLOCK_M, rows)
-    parts = min(cdiv(chunk_rows * _slice_steps(k * x.itemsize, slices) * STEP_BYTES, PUSHED_BYTES), chunk_rows)
+    parts = num_parts(chunk_rows, _slice_steps(k * x.itemsize, slices) * STEP_BYTES)
     return num_chunks(rows, config) * slices * parts * (world_size if copies_own else world_size - 1)
 
 
@@ -180,6 +180,6 @@ def prepare(
     )
     pushes = _num_pushes(x, workspace.world_size, config, fixed) if num_comm else 0
     # Halves of tiles without columns do not run.
-    constants["trace_ptr"] = recorder.buffer(x.device, items + pushes, all_run=False)
+    constants["trace_ptr"] = recorder.buffer(x.device, items + pushes, all_run=False, by_warps=True)
     operands = x, *weights, *biases, *scale_operands(scales)
     return Launch(order, _kernel(), (programs,), args, constants, operands, ys, (workspace.ctx, gathered[0]))

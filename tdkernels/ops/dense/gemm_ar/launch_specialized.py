@@ -71,7 +71,7 @@ def prepare(
     delay = min(_WAVES * cdiv(programs, world_size), bundles)
     args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales)
     items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS)
-    constants["trace_ptr"] = recorder.buffer(x.device, items)
+    constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
     return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z,), fixed)

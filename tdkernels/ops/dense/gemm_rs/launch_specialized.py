@@ -58,7 +58,7 @@ def prepare(
         workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales
     )
     items = pieces + pieces // world_size * shared.SPLIT
-    constants["trace_ptr"] = recorder.buffer(x.device, items)
+    constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     grid = (gpu.num_sms(x.device) - gpu.spare_sms,)
     operands = (x, weight, bias, *scale_operands(scales))

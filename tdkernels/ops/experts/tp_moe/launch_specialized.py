@@ -8,7 +8,7 @@ from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.gemm_operands import scale_pointers
 from tdkernels.ops.common.scaling import Scales
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.tile_config import PUSHED_BYTES, SPECIALIZED_TILE, STEP_BYTES
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES, num_parts
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
 from tdkernels.rounding import cdiv, round_up
@@ -92,14 +92,14 @@ def ag_gemm_arguments(
     is_pair = layout[0] > w.shape[0]
     tiles = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1] // (2 if is_pair else 1))
     pushes = _num_pushes(routing, k * x.element_size()) if num_comm else 0
-    trace = recorder.buffer(x.device, tiles + pushes, all_run=False)
+    trace = recorder.buffer(x.device, tiles + pushes, all_run=False, by_warps=True)
     return args, {"CHOICES": routing.num_choices, "PAIR": is_pair, "trace_ptr": trace, **constants}
 
 
 def _num_pushes(routing, row_bytes):
     """Return the number of work items of ``push_partition``."""
-    rows = min(routing.chunk_rows, routing.tokens)
-    return routing.num_chunks * (routing.world_size - 1) * min(cdiv(rows * row_bytes, PUSHED_BYTES), rows)
+    parts = num_parts(min(routing.chunk_rows, routing.tokens), row_bytes)
+    return routing.num_chunks * (routing.world_size - 1) * parts
 
 
 def compile_ag_gemm(
@@ -131,8 +131,9 @@ def gemm_rs_arguments(
         slice_columns, int(_has_large_items(rows, k, slice_columns, h)), config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
-    tiles = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1])
-    trace = recorder.buffer(h.device, tiles + _most_sums(routing, layout[1], slice_columns, piece), all_run=False)
+    pieces = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1])
+    pieces += _most_sums(routing, layout[1], slice_columns, piece)
+    trace = recorder.buffer(h.device, pieces, all_run=False, by_warps=True)
     return args, {
         "trace_ptr": trace, "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
         "ROUND_OWN": is_batch_invariant(), **constants,
