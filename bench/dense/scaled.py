@@ -18,7 +18,7 @@ All methods of a case run in turns, in CUDA graphs or with ``--eager``:
 import argparse
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ import tdkernels
 from bench.core import graphs, harness
 from bench.core.each_case import measure_all
 from bench.core.row_files import append
+from bench.dense.solo import has_equal_tiles, make_tiles_equal
 from bench.run import revision
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.problem import Problem
@@ -48,7 +49,7 @@ FLOOR_GBPS = 390.0  # as in bench.dense.solo
 _BEST = 2  # configs of each kind that are timed, by the cost model
 _SOLO_CALLS, _CALLS = 40, 8  # per graph
 # In solo mode scales that are gathered by a launch of their own have no peers.
-_SOLO_KINDS = {"ag_gemm": ("push",), "gemm_rs": ("direct", "forward")}
+_SOLO_KINDS = {"ag_gemm": ("push",), "gemm_rs": ("direct", "forward"), "gemm_ar": ("direct",)}
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,18 @@ class Case:
     def problem(self, device):
         dtype = torch.float8_e4m3fn
         return Problem.on(device, self.operator, self.shape, dtype, self.layout, self.ranks, self.ranks)
+
+
+def _operands(case, problem, generator):
+    """Return (x, weight, scale_x, scale_w) of a rank. In solo mode all tiles of gemm_ar are equal, as in ``solo``."""
+    operands = tunable(case.operator).operands(problem, rank_device(), generator)
+    if case.solo and case.operator == "gemm_ar":
+        x, weight, scale_x, scale_w = operands
+        wide = [scale_x] if len(scale_w) < len(weight) else [scale_x, scale_w]
+        make_tiles_equal(*case.shape[:2], [x.view(torch.uint8), weight.view(torch.uint8), *wide])
+        if len(scale_w) < len(weight):  # of blocks
+            scale_w[1:] = scale_w[:1]
+    return operands
 
 
 def _operator(case, problem):
@@ -146,7 +159,7 @@ def _exact(case, problem, operands):
     if case.operator == "ag_gemm":
         return (full[0] @ full[1].t()).repeat(case.ranks, 1)
     product = full[0] @ full[1].t()
-    return product.unflatten(0, (case.ranks, -1)).sum(0)
+    return case.ranks * product if case.operator == "gemm_ar" else product.unflatten(0, (case.ranks, -1)).sum(0)
 
 
 def _defaults(case, problem):
@@ -155,7 +168,8 @@ def _defaults(case, problem):
     default = tuned.default(problem, rank_device())
     configs = {"default": default}
     if getattr(default, "warp_specialize", False):
-        configs["default, plain"] = tuned.as_recorded(default, problem, rank_device())
+        tiles = tuned.plain_tiles(default.tiles, problem, rank_device())
+        configs["default, plain"] = replace(default, tiles=tiles, warp_specialize=False)
     if hasattr(default, "pieces") and not case.solo:
         configs["parts"] = tuned.config_class(method="parts")
     return configs
@@ -205,10 +219,8 @@ def _methods(case, problem, sets):
 def measure(case, burst_ms):
     """Return [(method, times or absence, config, relative error)]."""
     device = rank_device()
-    problem, tuned = case.problem(device), tunable(case.operator)
-    sets = [
-        tuned.operands(problem, device, torch.Generator(device).manual_seed(2 * dist.get_rank() + i)) for i in range(2)
-    ]
+    problem = case.problem(device)
+    sets = [_operands(case, problem, torch.Generator(device).manual_seed(2 * dist.get_rank() + i)) for i in range(2)]
     exact = [_exact(case, problem, one) for one in sets]
     calls, configs, unchecked = _methods(case, problem, sets)
     found, errors = [], {}
@@ -279,9 +291,10 @@ def _options():
 
 def _cases(options, ranks, device):
     given = [tuple(map(int, shape.split("x"))) for shape in options.shapes or ()]
-    operators = [name for name in options.operators if options.solo is None or name in _SOLO_KINDS]
-    for operator in operators:
+    for operator in options.operators:
         for shape in given or (SHAPES if device == "cuda" else REHEARSAL)[operator]:
+            if options.solo and operator == "gemm_ar" and not has_equal_tiles(*shape[:2]):
+                continue
             for layout in options.layouts:
                 yield Case(
                     operator, shape, layout, ranks, options.link, options.solo is not None, options.eager,

@@ -87,19 +87,28 @@ def measure(case, plan):
 def _inputs(case):
     """Return the inputs of several calls.
 
-    In solo mode gemm_ar adds different tiles of one product, those that the ranks own. Its operands repeat after
-    _PERIOD rows, which divides the sizes of every tile, so that all tiles are equal.
+    In solo mode gemm_ar adds different tiles of one product, those that the ranks own. So its tiles are equal.
     """
     sets = input_sets(case)
     if case.operator == "gemm_ar":
-        if case.shape.m % _LARGEST_TILE or case.shape.n % _LARGEST_TILE:
-            raise ValueError(
-                f"gemm_ar in solo mode: M and N must be multiples of {_LARGEST_TILE}, the shape is {case.shape}"
-            )
         for inputs in sets:
-            for operand in (inputs.x, inputs.weight):
-                operand.unflatten(0, (-1, _PERIOD))[1:] = operand[:_PERIOD]
+            make_tiles_equal(case.shape.m, case.shape.n, (inputs.x, inputs.weight))
     return sets
+
+
+def has_equal_tiles(m, n):
+    """Return whether all tiles of a product [m, n] can be equal: whether it consists of whole tiles."""
+    return m % _LARGEST_TILE == 0 and n % _LARGEST_TILE == 0
+
+
+def make_tiles_equal(m, n, operands):
+    """Make the operands of a product [m, n] repeat after _PERIOD rows, which divides the sizes of every tile."""
+    if not has_equal_tiles(m, n):
+        raise ValueError(
+            f"gemm_ar in solo mode: M and N must be multiples of {_LARGEST_TILE}, the product is [{m}, {n}]"
+        )
+    for operand in operands:
+        operand.unflatten(0, (-1, _PERIOD))[1:] = operand[:_PERIOD]
 
 
 def _configs(case):

@@ -1,11 +1,18 @@
 """Benchmarks of host time and of torch's fused operators: rehearsals on CPU ranks, and tables from synthetic rows."""
 
+import pytest
+import torch
+
 from bench.dense import host
 from bench.dense import scaled as scaled_program
 from bench.dense import torch_operators as operators_of_torch
 from bench.report import host as host_report
 from bench.report import scaled, torch_operators
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankPool
+from tdkernels.ops.common.scaling import LAYOUTS
+from tdkernels.runtime import gpu
 
 
 def test_host_time_table():
@@ -90,6 +97,23 @@ def test_table_of_scaled_operators():
     assert f"| {' | '.join(cells)} |" in lines
     assert lines[-1] == "Fastest over floor, geometric mean (shapes): gemm_rs, row, fast 1.25 (1)."
     assert scaled.text([]) == ""
+
+
+@pytest.mark.parametrize("operator", scaled_program.SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_default_configs_of_scaled_operators_on_hopper(operator, layout, monkeypatch):
+    """The default config and that without warp specialization are measured, and both are legal."""
+    for name, value in {"capability": (9, 0), "num_sms": 132, "shared_memory_bytes": 232448}.items():
+        monkeypatch.setattr(gpu, name, lambda device, value=value: value)
+    monkeypatch.setattr(scaled_program, "rank_device", lambda: torch.device("cuda", 0))
+    case = scaled_program.Case(operator, scaled_program.SHAPES[operator][0], layout, 8, None, True, False, False, 1)
+    problem = Problem(operator, "NVIDIA H200", 8, 8, "float8_e4m3fn", layout, case.shape)
+    configs = scaled_program._defaults(case, problem)
+    assert {name: config.warp_specialize for name, config in configs.items()} == {
+        "default": True, "default, plain": False,
+    }
+    for config in configs.values():
+        assert tunable(operator).illegal(config, problem, torch.device("cuda", 0)) is None
 
 
 def test_scaled_operators_are_measured():
