@@ -59,17 +59,18 @@ def test_every_work_item_is_recorded(operator):
 
 
 @on_hopper
-@pytest.mark.parametrize("operator, expected", [
-    ("moe_ag_gemm", {("multiplies", "stores"), ("waits", "multiplies", "stores"), ("pushes",)}),
-    ("moe_gemm_rs", {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "sums"), ("waits",)}),
+@pytest.mark.parametrize("operator, required, others", [
+    # Items wait until a program has seen the tokens of their stage. With few tiles each program has one.
+    ("moe_ag_gemm", {("waits", "multiplies", "stores"), ("pushes",)}, {("multiplies", "stores")}),
+    ("moe_gemm_rs", {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "sums")}, {("waits",)}),
 ])
-def test_every_work_item_of_experts_is_recorded(operator, expected):
+def test_every_work_item_of_experts_is_recorded(operator, required, others):
     changes, shape = {"warp_specialize": True, "tiles": TILES}, (1100, 768, 1536, 4, 2)  # tokens, N, K, experts, k
     trace = make_trace(on_ranks(2, record_operator, operator, shape, torch.bfloat16, changes, 2))
     assert "warp_specialize=True" in trace.about["config"]
     for rank, intervals in enumerate(trace.ranks):
         found = kinds_of_items(intervals).keys()
-        assert expected - {("waits",), ("waits", "multiplies", "stores")} <= found <= expected
+        assert required <= found <= required | others
         assert trace.is_by_warps(rank)
 
 
