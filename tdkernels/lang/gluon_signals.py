@@ -115,37 +115,18 @@ def is_last_arriver_of_warps(flag_ptr, count, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def notify_all_by_warps(ctx, signal_ptr, value, WARPS: gl.constexpr):
-    """``notify_all`` with CHECK_FAILED, in a partition of WARPS warps. ``value`` is not 0."""
+def notify_all_by_warps(ctx, signal_ptr, value, WARPS: gl.constexpr, first=0):
+    """``notify_all`` with CHECK_FAILED, in a partition of WARPS warps. ``value`` is not 0.
+
+    Each thread notifies one peer, from rank ``first`` on.
+    """
     partition_barrier()
-    peers = _threads(WARPS)
+    peers = first + _threads(WARPS)
     is_peer = (peers < num_ranks(ctx)) & (peers != rank(ctx)) & (failed(ctx) == 0)
     signal_ptrs = symm_at(ctx, signal_ptr, gl.where(is_peer, peers, rank(ctx)))
     gl.inline_asm_elementwise(
         "{ .reg .pred goes; setp.ne.u32 goes, $3, 0; @goes st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
         "=r,l,l,r,~{memory}", [signal_ptrs, _wide(value), is_peer.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )
-
-
-@gluon.jit
-def notify_if_last_arriver(ctx, flag_ptr, count, signal_ptr, peer, value, WARPS: gl.constexpr):
-    """``notify`` a peer after the stores of ``count`` partitions of WARPS warps, in programs of this rank.
-
-    Each of them calls this after its stores, and the last one sets the signal. ``flag_ptr`` is a private word that they
-    share, initially zero; the last one resets it. ``value`` is not 0.
-    """
-    partition_barrier()
-    # Acquire and release at GPU scope, so the release at system scope covers the stores of all partitions.
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first, last; .reg .b64 before; setp.eq.u32 first, $6, 0; mov.b64 before, -1;"
-        " @first atom.acq_rel.gpu.global.add.u64 before, [$1], 1; add.s64 before, before, 1;"
-        " setp.eq.and.s64 last, before, $2, first; @last st.relaxed.gpu.global.b64 [$1], $3;"
-        " @last st.release.sys.global.b64 [$4], $5; mov.b32 $0, 0; }",
-        "=r,l,l,l,l,l,r,~{memory}",
-        [
-            flag_ptr, _wide(count), _wide(0), symm_at(ctx, signal_ptr, peer), _wide(value), _threads(WARPS),
-        ],
-        dtype=gl.int32, is_pure=False, pack=1,
     )
 
 

@@ -23,7 +23,7 @@ from tests.support.simulated_nodes import thorough
 
 pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
-WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"(LDG|STG)\.E\.128"
+WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
@@ -128,8 +128,10 @@ def test_gemm_ar_with_two_accumulators(ranks, scaling):
 def test_ag_gemm(weights, dtype, w_is_kn, bias, fixed_half):
     compiled = compile_for(*ag_gemm_launch(weights, dtype, w_is_kn, bias, fixed_half), "sm_90")
     code = check(compiled, [256, 128], 128)
-    pushes = [text for _, text in code if re.search(PUSH, text)]
-    assert len(pushes) == (32 if fixed_half else 16)  # 8 words of 16 bytes per thread, loaded and stored
+    loads = [text for _, text in code if re.search(r"LDG\.E\.128", text)]
+    assert len(loads) == 8  # words of 16 bytes per thread, each loaded once for all peers
+    loops = product_loops(code, PUSH)
+    assert loops and not {len(re.findall(PUSH, "\n".join(loop))) % 8 for loop in loops} - {0}
     check_loops(code, PUSH)
 
 
@@ -276,13 +278,15 @@ def test_signals_of_sums_follow_the_sums():
 
 
 def test_signals_follow_pushed_data():
-    """After a barrier of the partition, one thread acquires what the others have stored, and releases the signal."""
+    """After a barrier of the partition one thread acquires what the others have stored. After another barrier, each
+    thread releases a peer's signal."""
     ptx = compile_for(*ag_gemm_launch(1, BF16), "sm_90").asm["ptx"]
     (arrival,) = re.finditer(r"atom\.acq_rel\.gpu\.global\.add\.u64", ptx)
-    (signal,) = re.finditer(r"st\.release\.sys\.global\.b64 \[%\w+\], %\w+; mov", ptx)
-    barrier = ptx.rindex("bar.sync", 0, arrival.start())
-    assert arrival.start() < signal.start()
-    assert not re.search("bra|BB", ptx[barrier : signal.start()])
+    (signal,) = re.finditer(r"@goes st\.release\.sys\.global\.b64", ptx)
+    before, between = ptx.rindex("bar.sync", 0, arrival.start()), ptx[arrival.end() : signal.start()]
+    assert not re.search("bra|BB", ptx[before : arrival.start()])
+    barrier = between.rindex("bar.sync")
+    assert not re.search("bra|BB", between[barrier:])
 
 
 def test_rows_are_acquired_before_they_are_loaded():
@@ -305,8 +309,8 @@ def test_rows_are_acquired_before_they_are_loaded():
     (lambda: gemm_rs_launch(2, BF16), 5 + 4),
     # The partitions that multiply and the one that only exchanges: starts, waits twice, sums, receives, ends
     (lambda: gemm_ar_launch(8, BF16), 5 + 3 * 6),
-    # starts, waits, multiplies, stores, ends; starts, pushes, ends, and of this rank's slot: copies
-    (lambda: ag_gemm_launch(1, BF16), 5 + 3), (lambda: ag_gemm_launch(1, BF16, fixed_half=True), 5 + 4),
+    # starts, waits, multiplies, stores, ends; starts, pushes, ends
+    (lambda: ag_gemm_launch(1, BF16), 5 + 3), (lambda: ag_gemm_launch(1, BF16, fixed_half=True), 5 + 3),
     (lambda: moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), 5 + 3),
     # starts, multiplies, stores, ends; in three partitions starts, waits, joins, pushes, sums, ends
     (lambda: moe_gemm_rs_launch(8, 2, BF16), 4 + 3 * 6),

@@ -11,7 +11,8 @@ from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
 SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
-PUSHED_BYTES = 64 << 10  # of a shard, that a program of these kernels pushes at a time
+PUSHED_BYTES = 64 << 10  # that a program of these kernels pushes at a time, to all peers together
+_PUSHED_ROWS = 4  # at least
 STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
@@ -94,9 +95,10 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def num_parts(chunk_rows: int, slice_bytes: int) -> int:
-    """Return the number of parts in which ``push_partition`` pushes ``slice_bytes`` of each row of a chunk."""
-    return min(cdiv(chunk_rows * slice_bytes, PUSHED_BYTES), chunk_rows)
+def num_parts(chunk_rows: int, slice_bytes: int, world_size: int) -> int:
+    """Return the number of parts in which a slice of a chunk is pushed, as ``push.parts_of_slice`` does."""
+    rows = PUSHED_BYTES // (slice_bytes * max(world_size - 1, 1)) // _PUSHED_ROWS * _PUSHED_ROWS
+    return cdiv(chunk_rows, max(rows, _PUSHED_ROWS))
 
 
 def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:

@@ -77,7 +77,7 @@ class Push:
 
         assert sorted(self.marks) == list(range(100, 100 + self.num_pushes))
         kinds = {tuple(of_piece) for of_piece in self.marks.values()}
-        assert kinds <= {("starts", kind, "ends") for kind in ("pushes", "copies")}
+        assert kinds == {("starts", "pushes", "ends")}
 
     def _mark(self, trace, kind, warps, peer=-1):
         self.marks.setdefault(trace[1], []).append(kind)
@@ -97,7 +97,8 @@ class Push:
             "num_ranks": lambda ctx: self.ranks, "data_at": lambda ctx, half, peer: (peer + 1) * STRIDE,
             "flag_at": lambda ctx, index: index, "signal_at": lambda ctx, half, number: number,
             "request_by_warps": lambda ctx, queue, warps: self._request(queue), "item_of_warps": lambda answer: answer,
-            "notify_if_last_arriver": self._arrive, "mark_by_warps": self._mark, "PUSHED_BYTES": PUSHED_BYTES,
+            "is_last_arriver_of_warps": self._arrive, "notify_all_by_warps": self._notify, "ALL_PEERS": -2,
+            "mark_by_warps": self._mark, "PUSHED_BYTES": PUSHED_BYTES,
         }
         exec(compile(tree, push.__file__, "exec"), names)
         names |= {"_copy": self._copy, "_copy_scales": self._copy_scales}
@@ -109,13 +110,14 @@ class Push:
         self.items += 1
         return self.items - 1
 
-    def _copy(self, dst, src, row_bytes, rows, num_bytes, warps):
+    def _copy(self, ctx, half, offset, src, first, row_bytes, rows, num_bytes, warps):
         self.schedule.until()
-        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes
-        assert offset == src and row_bytes == self.row_bytes
-        for row in range(rows):
-            self.sent.setdefault((peer, src // row_bytes + row), []).append((src % row_bytes, num_bytes))
-        self.schedule.until()
+        assert half == HALF and offset - self.slot_bytes == src and row_bytes == self.row_bytes
+        for step in range(first, self.ranks):
+            for row in range(rows):
+                place = (1 + step) % self.ranks, src // row_bytes + row
+                self.sent.setdefault(place, []).append((src % row_bytes, num_bytes))
+            self.schedule.until()
 
     def _copy_scales(self, dst, src, count, warps):
         self.schedule.until()
@@ -125,23 +127,30 @@ class Push:
             self.sent_scales[peer, number] = self.sent_scales.get((peer, number), 0) + 1
         self.schedule.until()
 
-    def _arrive(self, ctx, flag, count, number, peer, value, warps):
+    def _arrive(self, flag, count, warps):
         self.schedule.until()
-        assert value == SIGNAL and peer != 1
         self.flags[flag] = self.flags.get(flag, 0) + 1
-        if self.flags[flag] == count:
-            self.flags[flag] = 0
-            chunk, slice_id = divmod(number - self.num_chunks * self.slices, self.slices)
-            rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
-            (part,) = self._parts_of_row([slice_id])
+        is_last = self.flags[flag] == count
+        self.flags[flag] *= not is_last
+        return is_last
+
+    def _notify(self, ctx, number, value, warps, first):
+        self.schedule.until()
+        assert value == SIGNAL and warps == 2
+        chunk, slice_id = divmod(number - self.num_chunks * self.slices, self.slices)
+        rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
+        (part,) = self._parts_of_row([slice_id])
+        numbers = range(rows.start * self.scales[2], rows.stop * self.scales[2])
+        has_scales = self.scales[0] is not None and slice_id == 0
+        for peer in (rank for rank in range(first, min(first + 64, self.ranks)) if rank != 1):
             assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
-            if self.scales[0] is not None and slice_id == 0:
-                numbers = range(rows.start * self.scales[2], rows.stop * self.scales[2])
+            if has_scales:
                 assert all((peer, each) in self.sent_scales for each in numbers), "the signal comes before the scales"
             self.signals.append((peer, number))
 
 
-CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), (256, 4096, 4, 1)]
+# More ranks than a partition has threads: several notify_all_by_warps.
+CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), (256, 4096, 4, 1), (9, 1088, 66, 1)]
 
 
 @pytest.mark.parametrize("fixed_half", [False, True])
@@ -156,8 +165,10 @@ MUTANTS = {
     "each program has a fixed share": (
         QUEUE, "        item = program\n", "item = item_of_warps(answer)", "item += num_workers",
     ),
-    "the signal of a chunk follows its first part": ("flag, parts, word", "flag, 1, word"),
-    "all slices have one flag": ("(chunk * slices + slice_id) * (ranks - 1)", "chunk * slices * (ranks - 1)"),
+    "the signal of a chunk follows its first part": ("(flag, parts, WARPS)", "(flag, 1, WARPS)"),
+    "all slices have one flag": ("flag_at(ctx, chunk * slices + slice_id)", "flag_at(ctx, chunk * slices)"),
+    "only as many peers as threads get the signal": ("range(0, num_ranks(ctx), 32 * WARPS)", "range(1)"),
+    "this rank's rows are not skipped": ("0 if COPY_OWN else 1", "0"),
     "a part has one row too few": ("end - row,", "end - row - 1,"),
     "the scales go with the last slice": ("slice_id == 0", "slice_id == slices - 1"),
     "the scales go with every part": ("(part == 0) & (slice_id", "(part >= 0) & (slice_id"),
@@ -168,7 +179,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_errors_are_found(mutant):
-    run = lambda seed, source: Push(seed, 300, 2056, 3, 2, 6, False, source)  # noqa: E731
+    run = lambda seed, source: Push(seed, 300 if seed else 9, 2056, 3 if seed else 66, 2, 6, False, source)  # noqa: E731
     check_found(run, Path(push.__file__).read_text(), MUTANTS[mutant], seeds=20)
 
 

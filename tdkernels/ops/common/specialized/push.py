@@ -6,8 +6,14 @@ from triton.experimental.gluon import language as gl
 
 from tdkernels.lang.context import data_at, flag_at, num_ranks, rank, signal_at
 from tdkernels.lang.gluon_profile import mark_by_warps
-from tdkernels.lang.gluon_signals import item_of_warps, notify_if_last_arriver, request_by_warps
+from tdkernels.lang.gluon_signals import (
+    is_last_arriver_of_warps,
+    item_of_warps,
+    notify_all_by_warps,
+    request_by_warps,
+)
 from tdkernels.lang.memory import pointer_to
+from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.tile_config import PUSHED_BYTES
 
 _ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
@@ -16,18 +22,28 @@ _PART_BYTES = gl.constexpr(PUSHED_BYTES)
 
 
 @gluon.jit
-def _copy(dst, src, row_bytes, rows, num_bytes, WARPS: gl.constexpr):
-    """Copy ``num_bytes`` of each of several rows from one address to another. All sizes are multiples of 16."""
+def _copy(ctx, half, offset, src, first, row_bytes, rows, num_bytes, WARPS: gl.constexpr):
+    """Copy ``num_bytes`` of each of several rows from an address to ``offset`` in the data of each rank.
+
+    They are read once. All sizes are multiples of 16.
+
+    first: 0 for all ranks, from this one on, 1 without this one
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
     rows_of_block = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     words_of_row = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, layout))
     num_words, stride = num_bytes // 16 * 2, row_bytes // 16 * 2
+    me, ranks = rank(ctx), num_ranks(ctx)
     for row in range(0, rows, _ROWS):
         for word in range(0, num_words, _WORDS):
             there = (row + rows_of_block < rows)[:, None] & (word + words_of_row < num_words)[None, :]
             offs = (row + rows_of_block).to(gl.int64)[:, None] * stride + (word + words_of_row)[None, :]
             words = gl.load(pointer_to(src, tl.int64) + offs, mask=there)
-            gl.store(pointer_to(dst, tl.int64) + offs, words, mask=there)
+            for step in range(first, ranks):
+                peer = me + step
+                peer = gl.where(peer < ranks, peer, peer - ranks)
+                dst = data_at(ctx, half, peer) + offset
+                gl.store(pointer_to(dst, tl.int64) + offs, words, mask=there)
 
 
 @gluon.jit
@@ -41,36 +57,53 @@ def _copy_scales(dst, src, count, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _push_scales(ctx, half, shard, scales, chunk, WARPS: gl.constexpr):
+    """Push the scales of a chunk to all peers."""
+    rows, _, chunk_rows, _, _, _, slot_bytes = shard
+    me, ranks = rank(ctx), num_ranks(ctx)
+    ptr, offset, per_row = scales
+    first = chunk * chunk_rows
+    skipped = first.to(tl.int64) * per_row * 4
+    for step in range(1, ranks):
+        place = data_at(ctx, half, (me + step) % ranks) + me.to(tl.int64) * slot_bytes + offset + skipped
+        _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row, WARPS)
+
+
+@gluon.jit
 def _push_part(
-    ctx, x, half, signal, shard, scales, chunk, slice_id, part, parts, step, HAS_SIGNAL: gl.constexpr,
+    ctx, x, half, signal, shard, scales, chunk, slice_id, part, part_rows, parts, COPY_OWN: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Push one of ``parts`` parts of a slice of a chunk to rank + ``step``.
+    """Push one of ``parts`` parts of a slice of a chunk, of ``part_rows`` rows, to all peers.
 
     The scales of the chunk go with the first part of its first slice. When a tile loads them, perhaps only that slice
-    has arrived. The program that pushes the last part sets the signal.
+    has arrived. The program that pushes the last part sets the signals.
     """
     rows, row_bytes, chunk_rows, slice_bytes, slices, num_chunks, slot_bytes = shard
-    me, ranks = rank(ctx), num_ranks(ctx)
-    peer = (me + step) % ranks
-    part_rows = (chunk_rows + parts - 1) // parts
+    me = rank(ctx)
     row = chunk * chunk_rows + part * part_rows
     end = gl.minimum(gl.minimum(row + part_rows, (chunk + 1) * chunk_rows), rows)
     begin = row.to(tl.int64) * row_bytes + slice_id * slice_bytes
-    dst = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + begin
-    _copy(dst, x + begin, row_bytes, end - row, gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes), WARPS)
-    if HAS_SIGNAL:
-        if scales[0] is not None:
-            if (part == 0) & (slice_id == 0):
-                ptr, offset, per_row = scales
-                first = chunk * chunk_rows
-                skipped = first.to(tl.int64) * per_row * 4
-                place = data_at(ctx, half, peer) + me.to(tl.int64) * slot_bytes + offset + skipped
-                _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row, WARPS)
-        flag = flag_at(ctx, (chunk * slices + slice_id) * (ranks - 1) + step - 1)
-        word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
+    num_bytes = gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes)
+    first: gl.constexpr = 0 if COPY_OWN else 1
+    _copy(ctx, half, me.to(tl.int64) * slot_bytes + begin, x + begin, first, row_bytes, end - row, num_bytes, WARPS)
+    if scales[0] is not None:
+        if (part == 0) & (slice_id == 0):
+            _push_scales(ctx, half, shard, scales, chunk, WARPS)
+    flag = flag_at(ctx, chunk * slices + slice_id)
+    word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
+    if is_last_arriver_of_warps(flag, parts, WARPS):
         # waiter: the peer's load_partition (ag_gemm), or its gather_partition (moe_ag_gemm)
-        notify_if_last_arriver(ctx, flag, parts, word, peer, signal, WARPS)
+        for first_peer in range(0, num_ranks(ctx), 32 * WARPS):
+            notify_all_by_warps(ctx, word, signal, WARPS, first_peer)
+
+
+@gluon.jit
+def parts_of_slice(chunk_rows, slice_bytes, ranks):
+    """Return (rows of a part, parts of a slice of a chunk). ``num_parts`` of the launchers computes the same."""
+    rows = _PART_BYTES // (slice_bytes * gl.maximum(ranks - 1, 1)) // _ROWS * _ROWS
+    rows = gl.maximum(rows, _ROWS)
+    return rows, (chunk_rows + rows - 1) // rows
 
 
 @gluon.jit
@@ -91,33 +124,24 @@ def push_partition(
     first_piece: of these work items in a trace
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
-    others = num_ranks(ctx) - 1
-    parts = (chunk_rows * slice_bytes.to(tl.int64) + _PART_BYTES - 1) // _PART_BYTES
-    parts = gl.minimum(parts, chunk_rows).to(tl.int32)
-    num_pushes = num_chunks * slices * others * parts
-    num_items = num_pushes
-    if COPY_OWN:
-        num_items += num_chunks * slices * parts
+    ranks = num_ranks(ctx)
+    part_rows, parts = parts_of_slice(chunk_rows, slice_bytes, ranks)
+    num_items = num_chunks * slices * parts
+    if not COPY_OWN:
+        num_items = gl.where(ranks > 1, num_items, 0)
     # In a void launch, a peer may still read the data of an earlier launch.
     pushes = (program < num_workers) & (signal != 0)
     if pushes:
         item = item_of_warps(request_by_warps(ctx, 1, WARPS))
         while item < num_items:
             answer = request_by_warps(ctx, 1, WARPS)
-            rest, part = item // parts, item % parts
             trace = trace_ptr, first_piece + item
             mark_by_warps(trace, "starts", WARPS)
-            if item < num_pushes:
-                step, rest = 1 + rest % others, rest // others
-                mark_by_warps(trace, "pushes", WARPS, (rank(ctx) + step) % num_ranks(ctx))
-                _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, step, True, WARPS
-                )
-            elif COPY_OWN:
-                rest -= num_chunks * slices * others
-                mark_by_warps(trace, "copies", WARPS)
-                _push_part(
-                    ctx, x, half, signal, shard, scales, rest // slices, rest % slices, part, parts, 0, False, WARPS
-                )
+            mark_by_warps(trace, "pushes", WARPS, ALL_PEERS)
+            rest = item // parts
+            _push_part(
+                ctx, x, half, signal, shard, scales, rest // slices, rest % slices, item % parts, part_rows, parts,
+                COPY_OWN, WARPS,
+            )
             mark_by_warps(trace, "ends", WARPS)
             item = item_of_warps(answer)

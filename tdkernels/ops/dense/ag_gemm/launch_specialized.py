@@ -59,7 +59,7 @@ def num_flags(rows: int, k: int, world_size: int, config: Any, num_nodes: int = 
     """Return the private words that the kernel needs for a shard [rows, k], on whatever rank it runs."""
     if num_nodes > 1 or config.transport != "push" or not specialized.is_enabled(config):
         return 0
-    return num_chunks(rows, config) * num_slices(k, config) * (world_size - 1)
+    return num_chunks(rows, config) * num_slices(k, config) if world_size > 1 else 0
 
 
 def is_bound_by_link(n: int, world_size: int) -> bool:
@@ -97,8 +97,8 @@ def _num_pushes(x, world_size, config, copies_own):
     rows, k = x.shape
     slices = num_slices(k, config)
     chunk_rows = min(config.chunk_tiles * _BLOCK_M, rows)
-    parts = num_parts(chunk_rows, _slice_steps(k * x.itemsize, slices) * STEP_BYTES)
-    return num_chunks(rows, config) * slices * parts * (world_size if copies_own else world_size - 1)
+    parts = num_parts(chunk_rows, _slice_steps(k * x.itemsize, slices) * STEP_BYTES, world_size)
+    return num_chunks(rows, config) * slices * parts if world_size > 1 or copies_own else 0
 
 
 def _slice_steps(row_bytes, slices):

@@ -65,7 +65,7 @@ def num_pushing(num_comm: int, device: torch.device) -> int:
 
 def num_flags(routing: "MoeRouting", config: Any) -> int:
     """Return the number of private words that moe_ag_gemm needs."""
-    return routing.num_chunks * (routing.world_size - 1) if specialized.is_enabled(config) else 0
+    return routing.num_chunks if specialized.is_enabled(config) and routing.world_size > 1 else 0
 
 
 def grid(device: torch.device) -> tuple[int]:
@@ -98,8 +98,9 @@ def ag_gemm_arguments(
 
 def _num_pushes(routing, row_bytes):
     """Return the number of work items of ``push_partition``."""
-    parts = num_parts(min(routing.chunk_rows, routing.tokens), row_bytes)
-    return routing.num_chunks * (routing.world_size - 1) * parts
+    if routing.world_size == 1:
+        return 0
+    return routing.num_chunks * num_parts(min(routing.chunk_rows, routing.tokens), row_bytes, routing.world_size)
 
 
 def compile_ag_gemm(

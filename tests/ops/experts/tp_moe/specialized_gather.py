@@ -68,8 +68,8 @@ class GatherRun:
         code = compiled(
             source, rank=lambda ctx: self.me, num_ranks=lambda ctx: self.ranks, data_at=self._data_at,
             signal_at=self._signal_at, flag_at=lambda ctx, index: index, wait_each=self._wait_each,
-            request_by_warps=self._request, item_of_warps=lambda answer: answer, notify_if_last_arriver=self._notify,
-            mark_by_warps=self._mark, PUSHED_BYTES=PUSHED_BYTES,
+            request_by_warps=self._request, item_of_warps=lambda answer: answer, is_last_arriver_of_warps=self._is_last,
+            notify_all_by_warps=self._notify, ALL_PEERS=-2, mark_by_warps=self._mark, PUSHED_BYTES=PUSHED_BYTES,
         )
         code["_copy"] = self._push
         return code
@@ -121,22 +121,28 @@ class GatherRun:
         self.items += 1
         return self.items - 1
 
-    def _push(self, dst, src, row_bytes, rows, num_bytes, warps):
-        assert warps == num_warps()
+    def _push(self, ctx, half, offset, src, first, row_bytes, rows, num_bytes, warps):
+        assert warps == num_warps() and first == 1 and half == HALF
         self.schedule.until()
-        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.me * self.slot_bytes
-        assert offset == src and row_bytes == num_bytes == self.row_bytes and src % row_bytes == 0
-        for row in range(rows):
-            self.pushed[peer, src // row_bytes + row] += 1
-        self.schedule.until()
+        assert offset - self.me * self.slot_bytes == src and row_bytes == num_bytes == self.row_bytes
+        assert src % row_bytes == 0
+        for step in range(first, self.ranks):
+            for row in range(rows):
+                self.pushed[(self.me + step) % self.ranks, src // row_bytes + row] += 1
+            self.schedule.until()
 
-    def _notify(self, ctx, flag, count, number, peer, value, warps):
-        assert value == SIGNAL and 0 <= flag < self.num_chunks * (self.ranks - 1) and warps == num_warps()
+    def _is_last(self, flag, count, warps):
+        assert 0 <= flag < self.num_chunks and warps == num_warps()
         self.schedule.until()
         self.flags[flag] += 1
-        if self.flags[flag] == count:
-            source, chunk = divmod(number, self.num_chunks)
-            rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
+        return self.flags[flag] == count
+
+    def _notify(self, ctx, number, value, warps, first):
+        assert value == SIGNAL and warps == num_warps() and first == 0
+        self.schedule.until()
+        source, chunk = divmod(number, self.num_chunks)
+        rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
+        for peer in (rank for rank in range(self.ranks) if rank != self.me):
             assert source == self.me and all(self.pushed[peer, row] for row in rows)
             self.signals[peer, chunk] += 1
 
