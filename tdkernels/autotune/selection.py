@@ -4,7 +4,8 @@ The sources are, in this order: the config that was passed to the call, the user
 package, the nearest shape in either, the shipped table of a similar GPU, and the heuristic config. An entry of the
 user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
 config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
-measured with the current kernels or not before the modelled one comes first, then the modelled one.
+measured with the current kernels or not before the modelled one comes first, then the modelled one. A measured entry of
+other kernels gives way to the heuristic config if that runs a newer kind of kernel.
 Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
@@ -193,16 +194,23 @@ def _from_similar_gpu(tunable, problem, device):
 
 
 def _usable(tunable, problem, device, source, entry):
-    """Return the Choice of an entry. If its config cannot run here, warn once and return None."""
+    """Return the Choice of an entry, or None if it is superseded. If its config cannot run here, warn once, too."""
     try:
         config = tunable.config_from_dict(entry.config)
         reason = tunable.illegal(config, problem, device)
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None:
-        return Choice(config, source, entry)
+        return None if _is_superseded(tunable, problem, device, config, entry) else Choice(config, source, entry)
     disk_cache.report(f"the {source} entry", f"for {entry.problem} is not used: {reason}")
     return None
+
+
+def _is_superseded(tunable, problem, device, config, entry):
+    """Return ``Tunable.is_superseded`` for an entry that was measured with other kernels."""
+    if entry.modelled or not tunable.is_superseded(config, problem, device):
+        return False
+    return entry.versions.get("kernels") != versions(tunable)["kernels"]
 
 
 def _select_on_all_ranks(tunable, problem, device, group, fields):

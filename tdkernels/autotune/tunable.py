@@ -89,6 +89,13 @@ class Tunable(ABC):
         """
         return True
 
+    def is_superseded(self, config: Any, problem: "Problem", device: torch.device) -> bool:
+        """Return whether the default config runs a newer kind of kernel than a config from a table.
+
+        If the table's config was measured with other kernels than the current ones, the default config is then used.
+        """
+        return False
+
     def goes_in_graphs(self, problem: "Problem") -> bool:
         """Return whether every config of a problem can be captured in a CUDA graph."""
         return False

@@ -597,14 +597,15 @@ def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
     """On a simulated GPU: medium M is too large for one tile and too small for overlap to pay."""
     rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
     monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
-    monkeypatch.setattr(runtime_gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: 132)
     op, gpu = tunable(operator), torch.device("cuda", 0)
-    methods = {
-        m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
-        for m in (4, 64, 1024, 8192, 32768)
-    }
-    assert methods == {4: "fused", 64: "fused", 1024: "torch", 8192: "fused", 32768: "fused"}
+    for capability, medium in (((8, 0), "torch"), ((9, 0), "fused")):  # Hopper has kernels that are fast there, too
+        monkeypatch.setattr(runtime_gpu, "capability", lambda device, value=capability: value)
+        methods = {
+            m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
+            for m in (4, 64, 1024, 8192, 32768)
+        }
+        assert methods == {4: "fused", 64: "fused", 1024: medium, 8192: "fused", 32768: "fused"}
     on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
     wide = Problem(operator, "NVIDIA Testing", 4, 4, "float32", "nk", (64, 8192, 8192))
     for problem in (on_nodes, wide):
@@ -614,6 +615,55 @@ def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
 def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
     problem = Problem("ag_gemm", "cpu", 2, 2, "float32", "nk", (4, 4, 4))
     assert tunable("ag_gemm").fallback(problem, torch.device("cpu")).method == "fused"
+
+
+def simulated_hopper(monkeypatch):
+    """Return a device with the properties of an H200 on which configs depend."""
+    for name, value in {"capability": (9, 0), "num_sms": 132, "shared_memory_bytes": 232448}.items():
+        monkeypatch.setattr(runtime_gpu, name, lambda device, value=value: value)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("operator, lower, higher", [
+    ("gemm_rs", {"transport": "forward"}, {"transport": "direct"}),
+    ("gemm_rs", {"transport": "direct"}, {"transport": "direct", "warp_specialize": True}),
+    ("gemm_ar", {"transport": "forward"}, {"transport": "direct", "warp_specialize": True}),
+    ("ag_gemm", {"transport": "push"}, {"transport": "push", "warp_specialize": True}),
+    ("ag_gemm", {"method": "parts"}, {"transport": "push", "warp_specialize": True}),
+    ("gemm_rs", {"method": "torch"}, {"transport": "direct"}),
+])
+def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, higher, monkeypatch):
+    """On a simulated Hopper GPU the default has the highest kind of kernel for this shape."""
+    tuned, device = tunable(operator), simulated_hopper(monkeypatch)
+    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: [])
+    current = versions(tuned)
+    problem = Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (8192, 8192, 8192))
+    best = tuned.default(problem, device)
+    assert best.warp_specialize
+
+    def selected(changes, default=best, current_kernels=False, modelled=False, near=False):
+        config = tuned.config_to_dict(replace(best, **{"warp_specialize": False, **changes}))
+        kernels = {**current, "kernels": current["kernels"] if current_kernels else "older"}
+        entry = make_entry(operator, config=config, versions=kernels, modelled=modelled)
+        entry = replace(entry, problem=replace(problem, shape=(8192, 8192, 4096)) if near else problem)
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: [entry])
+        monkeypatch.setattr(type(tuned), "default", lambda self, problem, device: default)
+        return selection.look_up(tuned, problem, device, "cached").source
+
+    of_higher = replace(best, **{"warp_specialize": False, **higher})
+    assert selected(lower, of_higher) == selected(lower, of_higher, near=True) == "default"
+    assert selected(lower, of_higher, current_kernels=True) == "shipped"
+    assert selected(lower, of_higher, modelled=True) == "modelled"
+    assert selected(higher, of_higher) == "shipped" and selected(higher, of_higher, near=True) == "nearest"
+    assert selected(higher, replace(best, **{"warp_specialize": False, **lower})) == "shipped"
+
+
+def test_few_rows_keep_older_measurements(monkeypatch):
+    tuned, device = tunable("ag_gemm"), simulated_hopper(monkeypatch)
+    for m, superseded in ((512, False), (1024, True)):
+        problem = Problem("ag_gemm", "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192))
+        assert tuned.default(problem, device).warp_specialize
+        assert tuned.is_superseded(tdkernels.AgGemmConfig(), problem, device) == superseded
 
 
 def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):
