@@ -2,8 +2,8 @@
 
 For machines on which there is no time for the tuner. The rows are those of `tdkernels bench --cuda-graph --config ...`.
 The entry of a problem becomes the config with the smallest geometric mean of eager calls and CUDA graphs, of those that
-are not slower than the default in eager calls. It replaces the measured one. The rows must have been measured with the
-current kernels: the entries say so.
+are not slower than the default or the torch baseline in eager calls. It replaces the measured one; if there is no such
+config, the entry stays as it is. The rows must have been measured with the current kernels: the entries say so.
 """
 
 import argparse
@@ -18,10 +18,12 @@ from tdkernels.autotune.tunable import tunable
 
 
 def entries_of(rows):
-    """Return one entry for each problem in ``rows``, from its newest run."""
+    """Return one entry for each problem in ``rows`` with a config that is fast enough, from its newest run."""
     forward = [row for row in rows if row["pass"] == "forward" and not row["absent"]]
     runs = {graph: _runs(forward, graph) for graph in (False, True)}
-    return [_entry(problem, run, runs[True][problem]) for problem, run in runs[False].items() if problem in runs[True]]
+    both = {problem: (run, runs[True][problem]) for problem, run in runs[False].items() if problem in runs[True]}
+    entries = [_entry(problem, *of_problem) for problem, of_problem in both.items()]
+    return [entry for entry in entries if entry is not None]
 
 
 def _runs(rows, graph):
@@ -32,9 +34,11 @@ def _runs(rows, graph):
 
 
 def _entry(problem, eager, captured):
-    """Return the entry of a problem from its rows, {method: row}, of eager calls and of CUDA graphs."""
-    limit = eager["tdkernels-default"]["ms"]  # an entry must not be slower than the default config
+    """Return the entry of a problem from its rows, {method: row}, of eager calls and of CUDA graphs, or None."""
+    limit = min(eager[name]["ms"] for name in ("tdkernels-default", "sequence"))  # an entry must not be slower
     known = [name for name, row in eager.items() if row["config"] and name in captured and row["ms"] <= limit]
+    if not known:
+        return None
     best = min(known, key=lambda method: math.sqrt(eager[method]["ms"] * captured[method]["ms"]))
     wire_bytes = tunable(problem.operator).floors(problem).wire_bytes
     return entry_of(
