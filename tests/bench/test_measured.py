@@ -19,7 +19,7 @@ def test_entries_are_not_slower_than_default_or_torch():
     assert set(found) == {(512, 6144, 4096), (512, 10240, 8192), (1024, 10240, 8192)}
     assert times[512, 57344, 8192, "sequence"] < times[512, 57344, 8192, "tdkernels-default"]
     for shape, entry in found.items():
-        assert entry.ms <= min(times[*shape, "sequence"], times[*shape, "tdkernels-default"])
+        assert entry.ms <= min(times[(*shape, "sequence")], times[(*shape, "tdkernels-default")])
         assert entry.problem.world_size == 2 and not entry.modelled
     # The default is the fastest, and its kernel was not in the table before.
     assert found[1024, 10240, 8192].config["warp_specialize"]
