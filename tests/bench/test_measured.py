@@ -1,26 +1,57 @@
-"""Entries of the shipped tables from rows of a run on all ranks."""
+"""Table entries from rows of a run on all ranks."""
 
 import json
 
+import pytest
+
 from bench.dense import measured
-from bench.dense.modelled import RESULTS
+from tdkernels.autotune import disk_cache
 
-SINCE = "2026-11-29T17"
+MACHINE = {
+    "op": "gemm_rs", "pass": "forward", "m": 8192, "n": 8192, "k": 1024, "dtype": "bfloat16", "absent": None,
+    "gpu": "NVIDIA H200", "num_gpus": 4, "torch": "2.11.0", "triton": "3.6.0", "link_gbps": 390.0,
+}
+TILES = {"block_m": 128, "block_n": 256, "block_k": 64, "group_m": 8, "num_warps": 8, "num_stages": 3}
+DIRECT = {"method": "fused", "tiles": TILES, "transport": "direct"}
+FORWARD = {**DIRECT, "transport": "forward"}
 
 
-def test_entries_are_not_slower_than_default_or_torch():
-    """The recorded rows have a problem in which torch's collective and matmul are the fastest. It gets no entry."""
-    rows = [json.loads(line) for line in (RESULTS / "h200x2" / "ag_gemm.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["date"] >= SINCE and row["m"] in (512, 1024)]
-    times = {
-        (row["m"], row["n"], row["k"], row["method"]): row["ms"] for row in rows if not row["graph"]
-    }
-    found = {entry.problem.shape: entry for entry in measured.entries_of(rows)}
-    assert set(found) == {(512, 6144, 4096), (512, 10240, 8192), (1024, 10240, 8192)}
-    assert times[512, 57344, 8192, "sequence"] < times[512, 57344, 8192, "tdkernels-default"]
-    for shape, entry in found.items():
-        assert entry.ms <= min(times[(*shape, "sequence")], times[(*shape, "tdkernels-default")])
-        assert entry.problem.world_size == 2 and not entry.modelled
-    # The default is the fastest, and its kernel was not in the table before.
-    assert found[1024, 10240, 8192].config["warp_specialize"]
-    assert not found[512, 6144, 4096].config.get("warp_specialize")
+def rows_of(date, times):
+    """Return rows of {method: (ms eager, ms in a graph, config)}."""
+    return [
+        {**MACHINE, "method": method, "graph": graph, "ms": both[graph], "config": config, "date": date}
+        for method, (*both, config) in times.items() for graph in (False, True)
+    ]
+
+
+PLAIN = {"gemm": (0.4, 0.4, None), "sequence": (0.8, 0.7, None)}
+NEW = {**PLAIN, "tdkernels-default": (0.52, 0.51, DIRECT), 'c1 {"a": 1}': (0.50, 0.54, FORWARD)}
+OLD = {**PLAIN, "tdkernels-default": (0.1, 0.1, FORWARD)}
+
+
+def test_the_fastest_config_of_the_newest_run():
+    (entry,) = measured.entries_of(rows_of("2026-01-01T01", OLD) + rows_of("2026-01-02T01", NEW))
+    assert entry.config["transport"] == "direct" and not entry.modelled  # 0.515 ms on average, the other one 0.52
+    assert (entry.ms, entry.plain_ms, entry.default_ms, entry.local_ms) == (0.52, 0.8, 0.52, 0.4)
+    assert entry.wire_ms == pytest.approx(3 * 2048 * 8192 * 2 / 390e6) and entry.when == "2026-01-02"
+
+
+def test_no_entry_if_torch_is_the_fastest():
+    """Also in eager calls only, where an entry must not be slower."""
+    slow = {**NEW, "sequence": (0.49, 0.7, None)}
+    assert measured.entries_of(rows_of("2026-01-02T01", slow)) == []
+    between = {**NEW, "sequence": (0.51, 0.7, None)}
+    (entry,) = measured.entries_of(rows_of("2026-01-02T01", between))
+    assert entry.config["transport"] == "forward" and entry.ms == 0.50
+
+
+def test_entries_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "SHIPPED", tmp_path)
+    (tmp_path / "nvidia-h200").mkdir()
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of("2026-01-01T01", OLD)))
+    for since, expected in (("2026-01-01", ["forward"]), ("2026-01-02", ["direct"])):
+        measured.main([str(file), "--since", since])
+        assert [e.config["transport"] for e in disk_cache.shipped_entries("gemm_rs", "NVIDIA H200")] == expected
+        with file.open("a") as more:
+            more.writelines(json.dumps(row) + "\n" for row in rows_of("2026-01-02T01", NEW))
