@@ -50,6 +50,10 @@ for m, n, k in sizes * 2:  # each plan again, after others have used the same wo
     for config in (GemmArConfig(transport="direct"), GemmArConfig(transport="direct", num_comm_sms=2)):
         for z in later_results(lambda: tdkernels.gemm_ar(x, weight, config=config)):
             torch.testing.assert_close(z, added, rtol=1.6e-2, atol=4e-2)
+fp8 = [torch.randn(size, 64).to(torch.float8_e4m3fn).to(device) for size in (64, 32)]
+scale_x, scale_w = (torch.ones(size, 1, device=device) for size in (64, 32))
+with pytest.raises(NotImplementedError, match="ag_gemm one shot: not in solo mode with scaled operands"):
+    tdkernels.ag_gemm(*fp8, scale_x=scale_x, scale_w=scale_w, config=AgGemmConfig(transport="one_shot"))
 ids, weights = torch.randint(3, (512, 2), device=device), torch.rand(512, 2, device=device)
 x, gate_up, down = (
     (torch.randn(size, device=device) * size[-1] ** -0.25).to(torch.bfloat16)
