@@ -91,10 +91,12 @@ def _operands(case, problem, generator):
     operands = tunable(case.operator).operands(problem, rank_device(), generator)
     if case.solo and case.operator == "gemm_ar":
         x, weight, scale_x, scale_w = operands
-        wide = [scale_x] if len(scale_w) < len(weight) else [scale_x, scale_w]
-        make_tiles_equal(*case.shape[:2], [x.view(torch.uint8), weight.view(torch.uint8), *wide])
-        if len(scale_w) < len(weight):  # of blocks
+        of_rows = [x.view(torch.uint8), weight.view(torch.uint8), scale_x]
+        if case.layout == "scaled by block":
             scale_w[1:] = scale_w[:1]
+        else:
+            of_rows.append(scale_w)
+        make_tiles_equal(*case.shape[:2], of_rows)
     return operands
 
 

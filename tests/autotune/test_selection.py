@@ -22,6 +22,7 @@ from tdkernels.runtime import gpu as runtime_gpu
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in, make_entry
 from tests.autotune.support import replace_in
+from tests.ops.dense.specialized_support import pretend_hopper
 from tests.support.dense_oracle import OPERATORS, Case, whole_shape
 from tests.support.ranks import a_group, device, fresh_ranks, on_ranks
 
@@ -619,8 +620,8 @@ def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
 
 def simulated_hopper(monkeypatch):
     """Return a device with the properties of an H200 on which configs depend."""
-    for name, value in {"capability": (9, 0), "num_sms": 132, "shared_memory_bytes": 232448}.items():
-        monkeypatch.setattr(runtime_gpu, name, lambda device, value=value: value)
+    pretend_hopper(monkeypatch)
+    monkeypatch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: 227 << 10)
     return torch.device("cuda", 0)
 
 

@@ -13,6 +13,7 @@ from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankPool
 from tdkernels.ops.common.scaling import LAYOUTS
 from tdkernels.runtime import gpu
+from tests.ops.dense.specialized_support import pretend_hopper
 
 
 def test_host_time_table():
@@ -103,8 +104,8 @@ def test_table_of_scaled_operators():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_default_configs_of_scaled_operators_on_hopper(operator, layout, monkeypatch):
     """The default config and that without warp specialization are measured, and both are legal."""
-    for name, value in {"capability": (9, 0), "num_sms": 132, "shared_memory_bytes": 232448}.items():
-        monkeypatch.setattr(gpu, name, lambda device, value=value: value)
+    pretend_hopper(monkeypatch)
+    monkeypatch.setattr(gpu, "shared_memory_bytes", lambda device: 227 << 10)
     monkeypatch.setattr(scaled_program, "rank_device", lambda: torch.device("cuda", 0))
     case = scaled_program.Case(operator, scaled_program.SHAPES[operator][0], layout, 8, None, True, False, False, 1)
     problem = Problem(operator, "NVIDIA H200", 8, 8, "float8_e4m3fn", layout, case.shape)

@@ -204,15 +204,11 @@ class DenseTunable(ConfigTunable):
         return config.tiles
 
     def is_superseded(self, config: Any, problem: "Problem", device: torch.device) -> bool:
-        return _kind(config) < self._kind_of_default(problem, device)
-
-    def _kind_of_default(self, problem, device):
-        """Return ``_kind`` of the default config, 0 for fewer rows than it was compared with."""
-        return _kind(self.default(problem, device)) if problem.shape[0] >= _COMPARED_ROWS else 0
+        return _kind(config) < _compared_kind(self.default(problem, device), problem)
 
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         default, dtype = self.default(problem, device), problem.torch_dtype
-        if device.type == "cuda" and not _for_few_rows(default, problem) and not self._kind_of_default(problem, device):
+        if device.type == "cuda" and not _for_few_rows(default, problem) and not _compared_kind(default, problem):
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
         return default
@@ -295,6 +291,11 @@ def _kind(config):
     if getattr(config, "warp_specialize", False):
         return 2
     return int(getattr(config, "transport", "") == "direct")
+
+
+def _compared_kind(default, problem):
+    """Return ``_kind`` of the default config, 0 for fewer rows than it was compared with."""
+    return _kind(default) if problem.shape[0] >= _COMPARED_ROWS else 0
 
 
 def _for_few_rows(config, problem):

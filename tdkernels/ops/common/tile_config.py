@@ -12,7 +12,7 @@ from tdkernels.runtime import gpu
 
 SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
 PUSHED_BYTES = 64 << 10  # that a program of these kernels pushes at a time, to all peers together
-_PUSHED_ROWS = 4  # at least
+PUSHED_ROWS = 4  # that it loads at a time: a piece has a multiple of them
 STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
@@ -97,8 +97,8 @@ class Tiles:
 
 def num_parts(chunk_rows: int, slice_bytes: int, world_size: int) -> int:
     """Return the number of parts in which a slice of a chunk is pushed, as ``push.parts_of_slice`` does."""
-    rows = PUSHED_BYTES // (slice_bytes * max(world_size - 1, 1)) // _PUSHED_ROWS * _PUSHED_ROWS
-    return cdiv(chunk_rows, max(rows, _PUSHED_ROWS))
+    rows = PUSHED_BYTES // (slice_bytes * max(world_size - 1, 1)) // PUSHED_ROWS * PUSHED_ROWS
+    return cdiv(chunk_rows, max(rows, PUSHED_ROWS))
 
 
 def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:

@@ -14,9 +14,10 @@ from tdkernels.lang.gluon_signals import (
 )
 from tdkernels.lang.memory import pointer_to
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.tile_config import PUSHED_BYTES
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
 
-_ROWS, _WORDS = gl.constexpr(4), gl.constexpr(256)  # 64-bit words in flight: as many as fit in the registers
+# 64-bit words in flight: as many as fit in the registers
+_ROWS, _WORDS = gl.constexpr(PUSHED_ROWS), gl.constexpr(256)
 _SCALES = gl.constexpr(1024)  # in flight
 _PART_BYTES = gl.constexpr(PUSHED_BYTES)
 
@@ -41,6 +42,7 @@ def _copy(ctx, half, offset, src, first, row_bytes, rows, num_bytes, WARPS: gl.c
             words = gl.load(pointer_to(src, tl.int64) + offs, mask=there)
             for step in range(first, ranks):
                 peer = me + step
+                # A remainder takes more registers, which the loop of moe_ag_gemm that gathers rows then lacks.
                 peer = gl.where(peer < ranks, peer, peer - ranks)
                 dst = data_at(ctx, half, peer) + offset
                 gl.store(pointer_to(dst, tl.int64) + offs, words, mask=there)

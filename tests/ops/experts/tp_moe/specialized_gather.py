@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from tdkernels.ops.common.tile_config import PUSHED_BYTES
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
 from tdkernels.rounding import cdiv, round_up
 from tests.ops.experts.tp_moe.specialized_protocol import (
     HALF,
@@ -70,6 +70,7 @@ class GatherRun:
             signal_at=self._signal_at, flag_at=lambda ctx, index: index, wait_each=self._wait_each,
             request_by_warps=self._request, item_of_warps=lambda answer: answer, is_last_arriver_of_warps=self._is_last,
             notify_all_by_warps=self._notify, ALL_PEERS=-2, mark_by_warps=self._mark, PUSHED_BYTES=PUSHED_BYTES,
+            PUSHED_ROWS=PUSHED_ROWS,
         )
         code["_copy"] = self._push
         return code
