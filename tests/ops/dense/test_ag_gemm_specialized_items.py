@@ -54,8 +54,8 @@ def test_work_items_compute_each_column_once(sizes, num_whole):
 
 @pytest.mark.parametrize("tiles, bound_by_link, whole", [
     (396, False, 396), (396 + 50, False, 396), (396 + 66, False, 396), (396 + 67, False, 396 + 67),
-    (396 + 67, True, 396 + 1), (396 + 50, True, 396 - 16), (30, False, 0), (100, True, 34), (100, False, 100),
-    (3, True, 0),
+    (396 + 67, True, 396 + 1), (396 + 50, True, 396 - 16), (30, False, 0), (100, False, 100), (3, True, 0),
+    (66, True, 0), (67, True, 67), (132, True, 132), (133, True, 67),
 ])
 def test_number_of_whole_tiles(tiles, bound_by_link, whole):
     assert whole_tiles(tiles, 132, bound_by_link) == whole
@@ -73,5 +73,10 @@ def test_default_config_on_hopper(monkeypatch, world_size, n, dtype, num_comm):
     assert config.warp_specialize == (num_comm is not None) and config.transport == "push"
     if num_comm is not None:
         assert (config.tiles, config.num_comm_sms) == (LARGE, num_comm)
+    # All tiles run at the same time: one chunk.
+    config = ag_gemm_config.default_config(512, 1536, 4096, torch.bfloat16, device, 4)
+    assert config.chunk_tiles == 4 and ag_gemm_config.default_config(
+        512, 4608, 4096, torch.bfloat16, device, 4
+    ).chunk_tiles == 2
     several_nodes = ag_gemm_config.default_config(8192 // world_size, n, 4096, dtype, device, world_size, num_nodes=2)
     assert not several_nodes.warp_specialize

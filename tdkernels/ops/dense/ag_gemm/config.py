@@ -1,6 +1,6 @@
 """Config of ag_gemm, and the heuristic that selects a config without tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tdkernels.autotune.invariance import invariant_ranks
@@ -144,7 +144,10 @@ def default_config(
     # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
     # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
-        return specialized_config(dtype, device)
+        config = specialized_config(dtype, device)
+        # If all tiles run at the same time, each needs the first slice of its rows at once.
+        fit = LARGE.count(rows, n) * world_size <= gpu.num_sms(device)
+        return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
