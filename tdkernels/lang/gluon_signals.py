@@ -160,6 +160,25 @@ def add_release_by_warps(ptr, WARPS: gl.constexpr):
     )
 
 
+@gluon.jit
+def raise_by_warps(flag_ptr, value, WARPS: gl.constexpr):
+    """Store ``value`` in a flag of this GPU, after all earlier stores of a partition of WARPS warps."""
+    partition_barrier()
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first st.release.gpu.global.b64 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,l,r,~{memory}", [flag_ptr, _wide(value), _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def clear_by_warps(flag_ptr, WARPS: gl.constexpr):
+    """Set a flag of this GPU to 0 again, in a partition of WARPS warps that has waited with ``wait_for_rank``."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,l,r,~{memory}", [flag_ptr, _wide(0), _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
 # ---- work items ----
 
 

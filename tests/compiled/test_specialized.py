@@ -108,6 +108,20 @@ def test_gemm_ar(ranks, dtype, w_is_kn, bias):
     check_loops(code, r"STG\.E\.128", 4)
 
 
+@pytest.mark.parametrize("launch, ranks, dtype, w_is_kn, bias", [
+    (gemm_rs_launch, 8, BF16, False, False), (gemm_ar_launch, 2, FP16, True, True),
+    pytest.param(gemm_rs_launch, 4, BF16, True, True, marks=thorough),
+    pytest.param(gemm_ar_launch, 8, BF16, False, False, marks=thorough),
+])
+def test_tiles_that_are_divided_along_k(launch, ranks, dtype, w_is_kn, bias):
+    """The sums of parts are stored and added without spills in the main loop."""
+    code = check(compile_for(*launch(ranks, dtype, w_is_kn, bias, divides=True), "sm_90"), [256], 64)
+    text = "\n".join(instruction for _, instruction in code)
+    plain = "\n".join(text for _, text in machine_code(compile_for(*launch(ranks, dtype, w_is_kn, bias), "sm_90"))[1])
+    for instruction in (r"STG\.E\.64 ", r"LDG\.E\.64 "):  # 64 pairs of sums of a thread, in both partitions
+        assert len(re.findall(instruction, text)) - len(re.findall(instruction, plain)) >= 2 * 64
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_gemm_ar_in_fp8(dtype):
     check(compile_for(*gemm_ar_launch(4, dtype, bias=True), "sm_90"), [256], 64, FP8_PRODUCT)
@@ -156,6 +170,12 @@ def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype):
     compiled = compile_for(*gemm_rs_launch(ranks, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
     code = check_promoted(compiled, 2, 64)
     check_loops(code, "GMMA", 8 if scaling == "block" else 2)
+
+
+@pytest.mark.parametrize("scaling", [pytest.param("row", marks=thorough), "block"])
+def test_division_along_k_with_two_accumulators(scaling):
+    code = check_promoted(compile_for(*gemm_rs_launch(8, E4M3, scaling=scaling, divides=True), "sm_90"), 2, 256)
+    check_loops(code, "GMMA", 16 if scaling == "block" else 2)
 
 
 @pytest.mark.parametrize("scaling, bias", [

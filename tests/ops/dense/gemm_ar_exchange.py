@@ -129,7 +129,8 @@ class ExchangeRun:
         for program in range(self.schedule.random.randint(1, self.programs)):
             for which in range(2):
                 found[f"multiply {which} of {program}, {rank}"] = partial(
-                    self.code["_multiply_and_exchange"], call, rank, None, 3, None, which, False, "", False, *constants
+                    self.code["_multiply_and_exchange"], call, rank, None, 3, None, None, which, False, "", False,
+                    False, *constants,
                 )
             found[f"exchange of {program}, {rank}"] = partial(self.code["exchange_partition"], call, *constants, 2)
         return found

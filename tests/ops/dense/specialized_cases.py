@@ -111,6 +111,42 @@ def replays_in_a_graph(operator):
     specialized_support.replays_in_a_graph(x.normal_, lambda: run(CONFIG), lambda: run(PLAIN))
 
 
+def divides_tiles_along_k(operator, repeats):
+    """Check many calls with random operands and poisoned memory whose tiles are divided along K."""
+    ranks = dist.get_world_size()
+    shapes = [(200, 528, 3200), (390, 272, 6400), (600, 528, 4104), (512, 784, 8192)]
+    delays = random.Random(dist.get_rank())
+    for number in range(repeats):
+        rows, n, k = shapes[number % len(shapes)]
+        rows = rows * ranks if operator == "gemm_rs" else rows
+        x = torch.randn(rows, k, device=device(), dtype=torch.bfloat16)
+        weight = torch.randn(n, k, device=device(), dtype=torch.bfloat16)
+        bias = torch.randn(n, device=device(), dtype=torch.bfloat16) if number % 3 else None
+        poison = [torch.full((48 << 20,), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
+        del poison
+        time.sleep(delays.uniform(0, 0.002))
+        with specialized_support.divisions() as found, specialized(operator):
+            z = call(operator, x, weight, bias, CONFIG)
+        assert len(found) == 1 and found[0].parts > 1, found
+        again = [call(operator, x, weight, bias, CONFIG) for _ in range(2)]
+        plain = call(operator, x, weight, bias, PLAIN)
+        assert torch.equal(z, again[0]) and torch.equal(z, again[1]), f"call {number}, rows={rows} n={n} k={k}"
+        assert (z.float() - plain.float()).norm() < 4e-3 * plain.float().norm()
+    tdkernels.synchronize()
+
+
+def is_not_divided_in_the_batch_invariant_mode(operator):
+    """Check that a row has the same bits in a call with few rows, whose tiles would be divided otherwise."""
+    x = torch.randn(1024, 4096, device=device(), dtype=torch.bfloat16)
+    weight = torch.randn(272, 4096, device=device(), dtype=torch.bfloat16)
+    config = fields_of(operator)
+    with specialized_support.divisions() as found, specialized(operator):
+        call(operator, x, weight, None, config)
+        with tdkernels.batch_invariant():
+            call(operator, x, weight, None, config)
+    assert len(found) == 1 and found[0] is not None
+
+
 def falls_back(operator, n, k, dtype):
     """Check operands that the kernel does not support."""
     with specialized(operator, expected=False):

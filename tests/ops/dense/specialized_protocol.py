@@ -9,19 +9,20 @@ A partition is one thread here, so barriers among the warps of a partition are n
 """
 
 import ast
+import itertools
 import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from tdkernels.ops.common.specialized import layout, load, multiply, output, promote, store
+from tdkernels.ops.common.specialized import along_k, layout, load, multiply, output, promote, store
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 
 (BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
 _CONSTANTS = [
-    "BLOCK_M", "BLOCK_N", "EARLY_STEPS", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "NO_HALVES",
-    "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES", "STEP_BYTES",
+    "BLOCK_M", "BLOCK_N", "EARLY_STEPS", "FREE", "FULL", "HALF_COLUMNS", "HALF_M", "HALF_N", "HALF_ROWS", "HALF_SIZE",
+    "NO_HALVES", "NO_ITEM", "OUT_FREE", "OUT_FULL", "STAGES", "STEP_BYTES",
 ]
 
 
@@ -34,7 +35,7 @@ def functions_of(module, *names):
 
 def source_of(*partitions):
     """Return the source of all functions that the partitions of a kernel run. Later modules replace functions."""
-    modules = load, output, promote, multiply, store, *partitions
+    modules = load, output, promote, along_k, multiply, store, *partitions
     return "\n".join([functions_of(layout, "await_operands"), *(Path(each.__file__).read_text() for each in modules)])
 
 
@@ -160,6 +161,7 @@ class Run:
     """
 
     partitions = ()  # modules; later ones replace functions of earlier ones
+    division = 0, 0, 1  # as for ``part_of``, if tiles are divided along K
     promotes = False
     copies_x = False  # whether threads copy the rows of x
 
@@ -236,16 +238,18 @@ class Run:
         """Return the three numbers that the partition that loads passes on with a work item."""
         raise NotImplementedError
 
-    def multiply(self, which, half, pass_on="pass_halves", passes=2):
+    def multiply(self, which, half, pass_on="pass_halves", passes=2, divided=None):
         """Run a partition that multiplies.
 
         half: the name of what items with odd numbers are
         pass_on, passes: the name of the function that passes on a tile, and the number of halves that it passes on
+        divided: as for ``give``
         """
         half, pass_tile = getattr(layout, half).value, self.code[pass_on]
         self.code["multiply_partition"](
             self.memory, indexed(self.bars), self.steps, None, which, half, False, self._epilogue, pass_tile, passes,
             self._prepare, self.promotes, self._scales_of_step if self.promotes else None,
+            divided is not None, divided,
         )
 
     # ---- stand-ins ----
@@ -396,36 +400,49 @@ class Run:
 
     def _epilogue(self, half, place, which, side, prepared):
         """Return the half. Its place, which PREPARE got, too, must be that of its work item."""
-        half = half if isinstance(half, _Tile) else self._sum(half)
+        half = half if isinstance(half, _Tile) else self._sum(sorted(half, key=lambda product: product[1]))
         assert place == prepared[1] == self.place_of_item(half.item), (place, prepared, half.item)
         return half
 
     def _sum(self, products):
-        """Return the tile with these products, which are those of all steps of one item and half of its rows.
+        """Return the tile with these products, which are those of a part of K of one item and half of its rows.
 
-        If it promotes, the products are those of one half of the columns.
+        If it promotes, the products are those of all steps and of one half of the columns.
         """
         (desc, plane, row), _, first, width, _ = products[0]
         item, part = self.place(desc, plane, row)
-        expected = [((desc, plane, row), step, first, width, step) for step in range(self.steps)]
-        assert list(products) == expected, products
+        steps = [product[1] for product in products]
+        assert steps in ([list(range(self.steps))] if self.promotes else self.parts_of(item)), (item, steps)
+        assert list(products) == [((desc, plane, row), step, first, width, step) for step in steps], products
         sides = tuple(range(first // HALF_N, (first + width) // HALF_N))
         found = [sides] if not self.promotes else [(side,) for side in self.sides(item)]
         assert sides in found and (self.promotes or sides == tuple(self.sides(item))), (item, sides)
-        return _Tile(item, part, sides)
+        return _Tile(item, part, sides, steps)
+
+    def parts_of(self, item):
+        """Return the steps of K of each part of a tile."""
+        whole, _, parts = self.division
+        cuts = [self.steps * part // parts for part in range(parts + 1)] if item >= whole else [0, self.steps]
+        return [list(range(*ends)) for ends in itertools.pairwise(cuts)]
 
 
 class _Tile:
     """Columns of half of the rows of a tile. In shared memory, one half of its columns is its name."""
 
-    def __init__(self, item, part, sides):
-        self.item, self.part, self.sides = item, part, sides
+    def __init__(self, item, part, sides, steps):
+        self.item, self.part, self.sides, self.steps = item, part, sides, steps
 
     def half(self, side):
-        return _Tile(self.item, self.part, (self.sides[side],))
+        return _Tile(self.item, self.part, (self.sides[side],), self.steps)
+
+    def __add__(self, other):
+        """Return the sum with another part of K. Parts are added in order, the last one first."""
+        assert (self.item, self.part, self.sides) == (other.item, other.part, other.sides)
+        return _Tile(self.item, self.part, self.sides, self.steps + other.steps)
 
     def to(self, dtype):
         (side,) = self.sides
+        assert sorted(self.steps) == list(range(len(self.steps))), "steps of K are missing, or added twice"
         return self.item, self.part, side
 
 

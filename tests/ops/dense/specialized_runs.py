@@ -1,5 +1,6 @@
 """One program of each warp-specialized kernel, for ``specialized_protocol``."""
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
@@ -32,18 +33,20 @@ class GemmRsRun(Run):
         x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
 
         def load():
+            items = self.items + self.division[1] * (self.division[2] - 1)
             self.code["load_partition"](
-                None, (x, "weight"), self.memory, bars, self.items, problem, 0, self.trace, ranks, False,
-                self.code["place_of_item"],
+                None, (x, "weight"), self.memory, bars, items, problem, 0, self.division, self.trace, self.items, ranks,
+                False, self.code["place_of_item"], self.division[1] > 0,
             )
 
         def send():
             self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks)
             self.closed = True
 
+        divided = (7, None, 5, 9, self.division[2], self.trace, self.items) if self.division[1] else None
         return {
-            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES"),
-            "multiply 1": lambda: self.multiply(1, "NO_HALVES"),
+            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES", divided=divided),
+            "multiply 1": lambda: self.multiply(1, "NO_HALVES", divided=divided),
         }
 
     def names(self):
@@ -68,6 +71,76 @@ class GemmRsRun(Run):
         item = slot * self.ranks + (owner - 1) % self.ranks
         assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
         self.sent.append(("signal", item))
+
+
+class DividedRun(GemmRsRun):
+    """A program of ``gemm_rs_specialized_kernel`` that divides its last tiles along K.
+
+    division: (number of divided tiles, number of their parts)
+    """
+
+    def __init__(self, seed, items, steps, ranks, division, source=None, promotes=False):
+        count, parts = division
+        self.division = items - count, count, parts
+        self.sums, self.flags = {}, set()
+        super().__init__(seed, items, steps, ranks, source, promotes)
+
+    def __call__(self):
+        super().__call__()
+        assert not self.flags, "a flag is set after the launch"
+
+    def check_marks(self, of_output):
+        _, count, parts = self.division
+        firsts = [self.items + number for number in range(count * (parts - 1))]
+        for number in firsts:
+            assert self.marks.pop(number, None) == (["starts", "multiplies", "ends"] if self.trace else None)
+        super().check_marks(of_output)
+
+    def names(self):
+        return super().names() | {
+            "_pointers": lambda ptr, number, which: _Place(number, which), "flag_at": lambda ctx, number: number,
+            "rank": lambda ctx: 0, "raise_by_warps": self._raise, "clear_by_warps": self._clear,
+            "wait_for_rank": lambda ctx, flag, signal, peer, warps: self.schedule.until(lambda: flag in self.flags),
+        }
+
+    def _code(self, source):
+        code = super()._code(source)
+        code["gl"].store, code["gl"].load = self._store_sums, self._load_sums
+        return code
+
+    def _store_sums(self, place, half):
+        self.schedule.until()
+        self.sums[place] = half
+
+    def _load_sums(self, place):
+        self.schedule.until()
+        assert place in self.sums, f"{place} has not been stored, or is loaded twice"
+        return self.sums.pop(place)
+
+    def _raise(self, flag, signal, warps):
+        """Set a flag: a number of sums, and which half of the rows."""
+        self.schedule.until()
+        assert flag not in self.flags, "a flag is set twice"
+        number, which = (flag - 5) // 2, (flag - 5) % 2
+        assert all(_Place(number, which, side) in self.sums for side in range(2)), "a flag is set before the sums are"
+        self.flags.add(flag)
+
+    def _clear(self, flag, warps):
+        self.schedule.until()
+        assert flag in self.flags
+        self.flags.remove(flag)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The address of sums: their number, half of the rows, half of the columns."""
+
+    number: int
+    which: int
+    side: int = 0
+
+    def __add__(self, offset):
+        return replace(self, side=offset // (HALF_M * HALF_N))
 
 
 class AgGemmRun(Run):

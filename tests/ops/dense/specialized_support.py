@@ -1,8 +1,11 @@
 """What the tests of the warp-specialized kernels share."""
 
+import contextlib
+
 import pytest
 import torch
 
+from tdkernels.ops.common.specialized import division
 from tdkernels.runtime import gpu
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import DEVICE, device
@@ -24,6 +27,15 @@ def forget_launches(*workspaces):
     """
     for name, halves in workspaces:
         get_workspace(resolve_group(), device(), name, halves=halves, across_nodes=True).launches.clear()
+
+
+@contextlib.contextmanager
+def divisions():
+    """Return a list of the divisions along K of the launches that are prepared in a ``with`` block."""
+    found, divide = [], division.divide
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(division, "divide", lambda *args: found.append(divide(*args)) or found[-1])
+        yield found
 
 
 def replays_in_a_graph(renew, specialized, plain):

@@ -50,6 +50,13 @@ def test_bits_without_fast_accumulation(operator, world_size, scaling, dtype, ou
 
 
 @on_hopper
+@pytest.mark.parametrize("operator", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("scaling, fast", [("row", True), ("row", False), ("block", False)])
+def test_tiles_that_are_divided_along_k(operator, scaling, fast):
+    on_ranks(2, cases.divides_tiles_along_k, operator, (scaling, scaling), E4M3, 12, fast)
+
+
+@on_hopper
 def test_larger_chunks():
     on_ranks(
         3, cases.has_the_bits_of_the_plain_kernel, "ag_gemm", ("row", "row"), E4M3, BF16, 12, chunk_tiles=2,

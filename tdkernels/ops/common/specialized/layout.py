@@ -21,6 +21,7 @@ from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 BLOCK_M, BLOCK_N = gl.constexpr(SPECIALIZED_TILE[0]), gl.constexpr(SPECIALIZED_TILE[1])
 STEP_BYTES = gl.constexpr(STEP_BYTES)  # of a row of an operand, in a step of K
 HALF_M, HALF_N = gl.constexpr(BLOCK_M.value // 2), gl.constexpr(BLOCK_N.value // 2)
+HALF_SIZE = gl.constexpr(HALF_M.value * HALF_N.value)  # elements of HALF_M rows of half a tile
 STAGES = gl.constexpr(4)  # steps of K in flight
 # Steps of a tile that start before the kept half of the previous tile is passed on; at most STAGES.
 EARLY_STEPS = gl.constexpr(2)
@@ -32,7 +33,8 @@ PROMOTE_REGISTERS = gl.constexpr([216, 72, 72, 72])  # with a second accumulator
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
 # Words of each stage for a work item: its number, and its place in three numbers, whose meaning depends on the kernel.
-ITEM_WORDS = gl.constexpr(4)
+# For a part of a tile also its first step of K, its number of steps, and the part, see ``along_k``.
+ITEM_WORDS = gl.constexpr(8)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
 FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 32]))  # of a product in fp8
@@ -107,5 +109,5 @@ def read_item(word, layout: gl.constexpr):
 
 @gluon.jit
 def item_word(memory, stage, number: gl.constexpr):
-    """Return a word of a stage: 0 is the work item, 1 to 3 its place."""
+    """Return a word of a stage: 0 is the work item, 1 to 3 its place, and 4 to 6 describe a part of a tile."""
     return memory[3].index(ITEM_WORDS * stage + number)

@@ -1,4 +1,6 @@
-"""Compute tiles from operands in shared memory, in two partitions of four warps. Neither waits for another program.
+"""Compute tiles from operands in shared memory, in two partitions of four warps.
+
+Neither waits for another program, unless tiles are divided along K, see ``along_k``.
 
 The number and the place of a work item travel with the first step of its operands, its number also with its output.
 
@@ -11,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tdkernels.lang.gluon_signals import FOUR_WARPS
+from tdkernels.ops.common.specialized.along_k import give, take
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     EARLY_STEPS,
@@ -102,22 +105,24 @@ def halves_of(tile):
 
 @gluon.jit
 def _multiply_tile(
-    memory, bars, place, epilogue, steps, state, WHICH: gl.constexpr, SIDES: gl.constexpr, W_IS_KN: gl.constexpr,
-    PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
+    memory, bars, place, epilogue, first, steps, state, WHICH: gl.constexpr, SIDES: gl.constexpr,
+    W_IS_KN: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
 ):
-    """Multiply HALF_M rows of a tile, or of its first half if SIDES = 1.
+    """Multiply ``steps`` steps of K, from ``first`` on, of HALF_M rows of a tile, or of its first half if SIDES = 1.
 
     Return (halves of the product, result of PREPARE, numbers of steps and of halves so far).
     """
     WIDTH: gl.constexpr = SIDES * HALF_N
     if PROMOTE:
-        left, right, turn, number = begin_promoted(memory, bars, place, epilogue, state, WHICH, SIDES, FACTORS)
+        left, right, turn, number = begin_promoted(
+            memory, bars, place, epilogue, first, state, WHICH, SIDES, FACTORS
+        )
     else:
         acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, WIDTH, W_IS_KN)
     loaded = turn if PREPARE is None else PREPARE(place, WHICH, epilogue)
     if PROMOTE:
         left, right, turn = end_promoted(
-            memory, bars, place, epilogue, (left, right), turn, steps, WHICH, SIDES, FACTORS
+            memory, bars, place, epilogue, (left, right), turn, first, steps, WHICH, SIDES, FACTORS
         )
     else:
         acc, turn = _end_tile(memory, bars, acc, turn, steps, WHICH, WIDTH, W_IS_KN)
@@ -129,16 +134,49 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _compute(
-    memory, bars, item, place, epilogue, steps, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
-    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
+def _end_part(
+    memory, bars, halves, output, number, kept, part, divided, WHICH: gl.constexpr, EPILOGUE: gl.constexpr,
+    PASS: gl.constexpr,
 ):
-    """Compute HALF_M rows of a whole tile. Return the new state."""
+    """Store the sums of a part for the last part of its tile, or pass on a tile, whole or with the sums of its parts.
+
+    Return (number of halves so far, the half that is kept, its item).
+    """
+    item, place, prepared = output
+    left, right = halves
+    kept_item = item * 0 + NO_ITEM
+    if part > 0:
+        give((left, right), part, divided, WHICH)
+    else:
+        if part < 0:
+            left, right = take((left, right), part, divided, WHICH)
+        number, kept = PASS(memory, bars, (left, right), item, place, number, prepared, WHICH, EPILOGUE)
+        kept_item = item
+    return number, kept, kept_item
+
+
+@gluon.jit
+def _compute(
+    memory, bars, item, place, epilogue, part, divided, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
+    EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
+    ALONG_K: gl.constexpr,
+):
+    """Compute HALF_M rows of a whole tile, or their sums over a part of K. Return the new state.
+
+    part: (first step of K, number of steps, part) as in ``along_k``
+    """
+    first, steps, which_part = part
     halves, loaded, turn, number = _multiply_tile(
-        memory, bars, place, epilogue, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
+        memory, bars, place, epilogue, first, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
     )
     prepared = epilogue if PREPARE is None else (epilogue, loaded)
-    number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
+    if ALONG_K:
+        output = item, place, prepared
+        number, kept, item = _end_part(
+            memory, bars, halves, output, number, state[2], which_part, divided, WHICH, EPILOGUE, PASS
+        )
+    else:
+        number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
     return turn, number, kept, item
 
 
@@ -153,7 +191,7 @@ def _compute_half(
     """
     if HALF == HALF_COLUMNS:
         halves, loaded, turn, number = _multiply_tile(
-            memory, bars, place, epilogue, steps, state, WHICH, 1, W_IS_KN, PREPARE, PROMOTE, FACTORS
+            memory, bars, place, epilogue, 0, steps, state, WHICH, 1, W_IS_KN, PREPARE, PROMOTE, FACTORS
         )
         prepared = epilogue if PREPARE is None else (epilogue, loaded)
         half = EPILOGUE(halves[0], place, WHICH, 0, prepared).to(memory[2].dtype)
@@ -169,10 +207,22 @@ def _compute_half(
 
 
 @gluon.jit
+def _read_part(memory, stage, steps, ALONG_K: gl.constexpr):
+    """Return (first step of K, number of steps, part) of the work item that begins with a stage."""
+    if ALONG_K:
+        first = read_item(item_word(memory, stage, 4), FOUR_WARPS)
+        count = read_item(item_word(memory, stage, 5), FOUR_WARPS)
+        return first, count, read_item(item_word(memory, stage, 6), FOUR_WARPS)
+    else:
+        return 0, steps, 0
+
+
+@gluon.jit
 def multiply_partition(
     memory, bars, steps, epilogue, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr = None,
-    PROMOTE: gl.constexpr = False, FACTORS: gl.constexpr = None,
+    PROMOTE: gl.constexpr = False, FACTORS: gl.constexpr = None, ALONG_K: gl.constexpr = False,
+    divided=None,
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
@@ -185,6 +235,8 @@ def multiply_partition(
     PROMOTE: whether each step is added to a second accumulator, see ``promote``; without W_IS_KN
     FACTORS: None, or with PROMOTE: (place, step of K, WHICH, ``epilogue``) -> the scales of the step, in the form that
         ``load_block_scales`` returns
+    ALONG_K: whether tiles are divided along K, with NO_HALVES
+    divided: as for ``give`` of ``along_k``, with ALONG_K
     """
     has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far
@@ -198,11 +250,12 @@ def multiply_partition(
         row = read_item(item_word(memory, stage, 1), FOUR_WARPS)
         column = read_item(item_word(memory, stage, 2), FOUR_WARPS)
         place = row, column, read_item(item_word(memory, stage, 3), FOUR_WARPS)
+        part = _read_part(memory, stage, steps, ALONG_K)
         state = turn, number, kept, kept_item
         if (item % 2 if has_halves else 0) == 0:
             turn, number, kept, kept_item = _compute(
-                memory, bars, item, place, epilogue, steps, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE, PROMOTE,
-                FACTORS,
+                memory, bars, item, place, epilogue, part, divided, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
+                PROMOTE, FACTORS, ALONG_K,
             )
         else:
             turn, number, kept, kept_item = _compute_half(

@@ -81,16 +81,16 @@ def _load_factors(place, step, epilogue, WHICH: gl.constexpr, FACTORS: gl.conste
 
 @gluon.jit
 def begin_promoted(
-    memory, bars, place, epilogue, state, WHICH: gl.constexpr, SIDES: gl.constexpr, FACTORS: gl.constexpr
+    memory, bars, place, epilogue, first, state, WHICH: gl.constexpr, SIDES: gl.constexpr, FACTORS: gl.constexpr
 ):
-    """Multiply the first step of a tile, and pass on the half that was kept.
+    """Multiply step ``first`` of K of a tile, and pass on the half that was kept.
 
     Return (first half and last half of the sums, numbers of steps and of halves of tiles so far). With SIDES = 1 the
     last half is zero.
     """
     turn, number, kept, kept_item = state
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, HALF_LAYOUT)
-    factors = _load_factors(place, 0, epilogue, WHICH, FACTORS)
+    factors = _load_factors(place, first, epilogue, WHICH, FACTORS)
     left, right, number = _step(
         memory, bars, (nothing, nothing), factors, turn, (kept, kept_item, number), WHICH, SIDES, FACTORS, True
     )
@@ -99,13 +99,14 @@ def begin_promoted(
 
 @gluon.jit
 def end_promoted(
-    memory, bars, place, epilogue, sums, turn, steps, WHICH: gl.constexpr, SIDES: gl.constexpr, FACTORS: gl.constexpr
+    memory, bars, place, epilogue, sums, turn, first, steps, WHICH: gl.constexpr, SIDES: gl.constexpr,
+    FACTORS: gl.constexpr,
 ):
-    """Multiply the other steps of a tile. Return (complete sums, number of steps so far)."""
+    """Multiply ``steps`` - 1 steps of a tile after step ``first``. Return (complete sums, number of steps so far)."""
     left, right = sums
-    last = steps - 1
-    following = _load_factors(place, gl.minimum(1, last), epilogue, WHICH, FACTORS)
-    for step in range(1, steps):
+    last = first + steps - 1
+    following = _load_factors(place, gl.minimum(first + 1, last), epilogue, WHICH, FACTORS)
+    for step in range(first + 1, first + steps):
         factors = following
         # In flight during the products of this step.
         following = _load_factors(place, gl.minimum(step + 1, last), epilogue, WHICH, FACTORS)

@@ -1,4 +1,8 @@
-"""The partitions that load operands and send tiles. Neither waits for another program."""
+"""The partitions that load operands and send tiles. Neither waits for another program.
+
+Work items are the tiles, or, if the last ones are divided along K, whole tiles and parts. The number of the tile is
+passed on.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,6 +12,7 @@ from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
+from tdkernels.ops.common.specialized.along_k import part_of, piece_of
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     HALF_N,
@@ -26,36 +31,51 @@ from tdkernels.ops.common.specialized.store import store_half
 
 
 @gluon.jit
+def _place_of(
+    item, num_items, problem, me, division, RANKS: gl.constexpr, PLACE: gl.constexpr, ALONG_K: gl.constexpr
+):
+    """Return (tile, its first row in x, its first column, (first step of K, number of steps, part)) of a work item."""
+    # A number beyond the items would divide by 0. Its place is not used.
+    tile, first, count, part = gl.minimum(item, num_items - 1), 0, problem[2], 0
+    if ALONG_K:
+        tile, first, count, part = part_of(tile, problem[2], division)
+    row, col = PLACE(tile, problem, me, RANKS)
+    return tile, row, col, (first, count, part)
+
+
+@gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, num_items, problem, me, trace_ptr, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
-    PLACE: gl.constexpr,
+    ctx, operands, memory, bars, num_items, problem, me, division, trace_ptr, first_piece, RANKS: gl.constexpr,
+    W_IS_KN: gl.constexpr, PLACE: gl.constexpr, ALONG_K: gl.constexpr,
 ):
     """Fetch work items, and load their operands.
 
     problem: what PLACE needs; number 2 is the number of steps of K
-    PLACE: function (work item, problem, rank, RANKS) -> (first row in x, first column)
+    division: as for ``part_of``
+    first_piece: of first parts in a trace
+    PLACE: function (tile, problem, rank, RANKS) -> (first row in x, first column)
+    ALONG_K: whether tiles are divided along K
 
     The next item is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
     before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
-    steps = problem[2]
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    row, col = PLACE(gl.minimum(item, num_items - 1), problem, me, RANKS)
-    early, late = gl.maximum(steps - 2 * STAGES, 0), gl.maximum(steps - STAGES, 0)
+    tile, row, col, part = _place_of(item, num_items, problem, me, division, RANKS, PLACE, ALONG_K)
     while item < num_items:
-        begin_item(memory, bars, item, (row, col, 0), turn)
-        mark_by_warps((trace_ptr, item), "starts", 1)
-        mark_by_warps((trace_ptr, item), "multiplies", 1, (me + 1 + item % RANKS) % RANKS)
-        block = 0, row, col, col + HALF_N, 0
-        turn = load_steps(operands, memory, bars, block, True, turn, 0, early, NO_HALVES, W_IS_KN)
+        begin_item(memory, bars, tile, (row, col, 0), turn, part=part if ALONG_K else None)
+        first, count, which_part = part
+        piece = piece_of(tile, which_part, first_piece)
+        mark_by_warps((trace_ptr, piece), "starts", 1)
+        mark_by_warps((trace_ptr, piece), "multiplies", 1, (me + 1 + tile % RANKS) % RANKS)
+        block, end = (0, row, col, col + HALF_N, 0), first + count
+        early, late = gl.maximum(end - 2 * STAGES, first), gl.maximum(end - STAGES, first)
+        turn = load_steps(operands, memory, bars, block, True, turn, first, early, NO_HALVES, W_IS_KN)
         answer = request_by_warp(ctx, 0)
         turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
-        following = item_of_warp(answer)
-        # A number beyond the items would divide by 0. Its place is not used.
-        row, col = PLACE(gl.minimum(following, num_items - 1), problem, me, RANKS)
-        turn = load_steps(operands, memory, bars, block, True, turn, late, steps, NO_HALVES, W_IS_KN)
-        item = following
+        item = item_of_warp(answer)
+        tile, row, col, part = _place_of(item, num_items, problem, me, division, RANKS, PLACE, ALONG_K)
+        turn = load_steps(operands, memory, bars, block, True, turn, late, end, NO_HALVES, W_IS_KN)
     end_items(memory, bars, turn)
 
 

@@ -7,9 +7,10 @@ import torch
 
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
+from tdkernels.ops.common.specialized import division
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
-from tdkernels.rounding import cdiv
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
@@ -41,14 +42,17 @@ def compile(
     scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
+    divided = division.compiled(x, round_up(config.tiles.count(x.shape[0], weight.shape[0]), world_size))
     ctx, x, z, descs = shared.operands_to_compile(x, config.tiles, world_size, scales)
-    args, constants = arguments(ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales)
+    args, constants = arguments(ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales, divided)
     _kernel().warmup(*args, grid=(1,), **constants)
 
 
-def arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=None):
+def arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=None, divided=division.NOT_DIVIDED):
     """Return the arguments and constants of the kernel; see ``launch_direct_specialized.arguments``."""
-    args, constants = shared.arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=scales)
+    args, constants = shared.arguments(
+        ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=scales, divided=divided
+    )
     return args, {**constants, "PARTS": _PARTS}
 
 
@@ -64,14 +68,15 @@ def prepare(
     slots = 2 * bundles * world_size
     # The same slots, signals and flags as those of the kernel that is not specialized.
     tile_bytes = tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, num_flags=bundles)
+    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + division.num_flags(config))
     z = output_spec(x, m, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, slots, out_dtype)
     programs = gpu.num_sms(x.device) - gpu.spare_sms
+    divided = division.divided(x, bundles * world_size, bundles)
     delay = min(_WAVES * cdiv(programs, world_size), bundles)
-    args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales)
-    items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS)
+    args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales, divided)
+    items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS) + divided.division.further_items
     constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
-    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z,), fixed)
+    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z, *divided.made), fixed)

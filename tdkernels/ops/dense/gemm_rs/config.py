@@ -41,7 +41,8 @@ class GemmRsConfig:
             have 16 bits, and steps 64 elements of K. Alternatively operands are fp8 with K as the inner dimension,
             steps have 128 elements, and outputs have 16 bits. Operands of different fp8 formats are not supported with
             fast accumulation. ``num_warps`` and ``num_stages`` are not used then. Otherwise, and with ``max_ranks`` of
-            the batch-invariant mode, the same config runs without it. Results are the same.
+            the batch-invariant mode, the same config runs without it. Results are the same, apart from rounding if the
+            last tiles are divided along K, which is never done in the batch-invariant mode.
     """
 
     method: str = "fused"
