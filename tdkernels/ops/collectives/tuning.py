@@ -12,7 +12,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.collectives import launch, op
 from tdkernels.ops.collectives.config import EXCHANGES, CollectiveConfig, default_config
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
@@ -102,7 +102,7 @@ class CollectiveTunable(ConfigTunable):
         if config.method == "torch":
             return 1e3 * (wire / (_COLLECTIVE_SHARE * hardware.link) + _COLLECTIVE_S)
         if config.exchange == "copy_engine":
-            return 1e3 * (wire / dense.copy_rate(hardware) + (ranks - 1) * _COPY_S + _LAUNCH_S)
+            return 1e3 * (wire / costs.copy_rate(hardware) + (ranks - 1) * _COPY_S + _LAUNCH_S)
         two_shot = config.exchange == "two_shot"
         if self.name == "all_reduce" and not two_shot:
             wire = (ranks - 1) * _nbytes(problem)
@@ -110,9 +110,9 @@ class CollectiveTunable(ConfigTunable):
         programs = min(config.num_programs, units)
         # A program waits for the signals of its chunks one after another. Meanwhile other programs send.
         signals = cdiv(units, programs) * (2 if two_shot else 1)
-        waiting = dense.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
+        waiting = costs.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
         moved = (ranks + 1) * self._share_bytes(problem) * (2 if two_shot else 1)
-        return 1e3 * (_LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory))
+        return 1e3 * (_LAUNCH_S + waiting + max(wire / costs.push_rate(programs, hardware), moved / hardware.memory))
 
     def floors(self, problem: "Problem") -> Floors:
         # A rank receives all parts but its own from its peers; for all_reduce this happens twice.

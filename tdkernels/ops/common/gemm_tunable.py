@@ -1,9 +1,8 @@
-"""Base class of the tunables of GEMM operators, config selection, and cost models of GEMMs and transfers.
+"""Base class of the tunables of GEMM operators, and config selection.
 
 Problems are (M, N, K). The layouts "nk" and "kn" are the memory layouts of the weight, [N, K] and [K, N].
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -40,14 +39,8 @@ from tdkernels.runtime import gpu
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from tdkernels.autotune.hardware import Hardware
     from tdkernels.autotune.problem import Problem
 
-# Share of a link's peak rate that programs and copy engines reach, and the number of programs it takes (H200).
-_PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
-_COLLECTIVE_SHARE = 0.85
-_LAUNCH_S = 20e-6
-SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # Without tuning, the torch baseline is selected if it takes less than this, unless all rows fit into one tile.
 # Otherwise each tile row of each shard reads the weight, while cuBLAS reads it once (2 H200; see
 # docs/performance/notes/small-m.md).
@@ -57,9 +50,6 @@ _SMALL_MS = 0.2
 _LEAST_BUSY = 0.8
 _FEW_ROWS = 128
 _COMPARED_ROWS = 1024  # see ``_kind``
-# Minimum flops per chunk of a shard. With fewer, the GPU takes less time than the host needs for a wait and a GEMM
-# (2 H200).
-_PIECE_FLOPS = 1e11
 
 
 class DenseTunable(ConfigTunable):
@@ -365,85 +355,3 @@ def _needs_other_tiles(config, scales):
     """
     is_specialized = config.method == "fused" and getattr(config, "warp_specialize", False)
     return is_specialized and scales.out_dtype.itemsize > 2 and scales.layout != layout_of("row", True)
-
-
-# ---- spaces and costs ----
-
-
-def in_parts(config_class: Any, m: int, n: int, k: int, world_size: int) -> list[Any]:
-    """Return configs of method "parts" for a GEMM of a rank. A chunk must take the GPU longer than the host."""
-    flops = 2.0 * m * n * k / world_size
-    numbers = [pieces for pieces in (1, 2, 4) if pieces == 1 or flops / pieces >= _PIECE_FLOPS]
-    return [config_class(method="parts", pieces=pieces) for pieces in numbers]
-
-
-def tile_space(device: torch.device, dtype: torch.dtype) -> list[Tiles]:
-    """Return candidate tiles for a device, which may or may not be legal."""
-    if device.type == "cpu":
-        return [Tiles(64, 64, 64, num_warps=1, num_stages=1), Tiles(32, 64, 64, num_warps=1, num_stages=1)]
-    if dtype == torch.float32:
-        return [Tiles(m, n, 32, num_warps=4, num_stages=2) for m, n in ((64, 64), (128, 64), (64, 128), (32, 64))]
-    if torch.version.hip or gpu.capability(device) < (9, 0):
-        stages = 2 if torch.version.hip else 3
-        sizes = ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64), (128, 64))
-        return [Tiles(m, n, 64, num_warps=8 if m * n >= 128 * 128 else 4, num_stages=stages) for m, n in sizes]
-    return [
-        Tiles(128, 256, 64, num_warps=8, num_stages=4),
-        Tiles(128, 256, 64, num_warps=8, num_stages=3),
-        Tiles(256, 128, 64, num_warps=8, num_stages=3),
-        Tiles(128, 128, 64, num_warps=8, num_stages=5),
-        Tiles(128, 128, 64, num_warps=4, num_stages=4),
-        Tiles(64, 256, 64, num_warps=4, num_stages=4),
-        Tiles(64, 128, 64, num_warps=4, num_stages=5),
-        Tiles(64, 128, 128, num_warps=4, num_stages=4),
-        Tiles(64, 64, 64, num_warps=4, num_stages=6),
-        Tiles(64, 64, 128, num_warps=4, num_stages=5),
-    ]
-
-
-def product_s(
-    m: int, n: int, k: int, dtype: torch.dtype, tiles: Tiles, num_sms: int, hardware: "Hardware"
-) -> tuple[float, float]:
-    """Estimate (seconds of a GEMM with these tiles on ``num_sms`` SMs, seconds of one tile)."""
-    per_sm = hardware.flops / hardware.num_sms * tiles.reach
-    tile_s = 2.0 * tiles.block_m * tiles.block_n * k / per_sm
-    waves = tiles.count(m, n) / num_sms
-    return max(math.ceil(waves) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
-
-
-def vendor_s(m: int, n: int, k: int, dtype: torch.dtype, hardware: "Hardware") -> float:
-    """Estimate the seconds of a GEMM of the vendor library."""
-    return max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
-
-
-def sequence_s(m: int, n: int, k: int, wire_bytes: float, dtype: torch.dtype, hardware: "Hardware") -> float:
-    """Estimate the seconds of the torch baseline: a collective and a GEMM in sequence."""
-    return vendor_s(m, n, k, dtype, hardware) + collective_s(wire_bytes, hardware)
-
-
-def collective_s(wire_bytes: float, hardware: "Hardware") -> float:
-    """Estimate the seconds of a collective of torch.distributed."""
-    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
-
-
-def parts_s(count: int, product: float, wire: float, received: float, hardware: "Hardware") -> float:
-    """Estimate the seconds of a pipelined GEMM: ``count`` GEMMs, overlapped with transfers one step ahead or behind.
-
-    Args:
-        count: Number of GEMMs.
-        product: Seconds of all GEMMs.
-        wire: Seconds of all transfers.
-        received: Bytes that were received and are read again.
-        hardware: Rates of the device.
-    """
-    return max(product, wire) + min(product, wire) / count + count * _LAUNCH_S + received / hardware.memory
-
-
-def push_rate(programs: int, hardware: "Hardware") -> float:
-    """Estimate the bytes per second that this number of pushing programs reaches."""
-    return _PUSH_SHARE * hardware.link * min(1.0, programs / _PROGRAMS_A_LINK)
-
-
-def copy_rate(hardware: "Hardware") -> float:
-    """Estimate the bytes per second of the copy engines, over all peers."""
-    return _COPY_SHARE * hardware.link

@@ -2,7 +2,7 @@
 
 import torch
 
-from tdkernels.ops.common.gemm_tunable import tile_space
+from tdkernels.ops.common.gemm_space import tile_space
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM
 from tdkernels.runtime import gpu

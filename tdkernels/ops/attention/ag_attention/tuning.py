@@ -17,7 +17,7 @@ from tdkernels.ops.attention.ag_attention import launch, op
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
 from tdkernels.ops.attention.ag_attention.validation import LEAST, MOST
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
@@ -121,7 +121,7 @@ class AgAttentionTunable(ConfigTunable):
         if config.method == "torch":
             attention = floors.flops / (_REACHED * hardware.flops)
             moved = 4 * batch * seq * (d + dv) * heads * size / hardware.memory  # gather, reorder, repeat
-            return 1e3 * (attention + moved + 2 * dense.collective_s(floors.wire_bytes / 2, hardware))
+            return 1e3 * (attention + moved + 2 * costs.collective_s(floors.wire_bytes / 2, hardware))
         if config.method in KERNELS:
             merging = 3 * (ranks - 1) * batch * rows * heads * dv * size / hardware.memory
             attention = floors.flops / (_REACHED_BY[config.method] * hardware.flops)
@@ -134,10 +134,10 @@ class AgAttentionTunable(ConfigTunable):
         # Tiles differ in length and the longest come first, so the last wave is full except for about one tile.
         product = max(tiles / hardware.num_sms, 1.0) * a_tile
         chunks = cdiv(batch * rows, config.chunk_rows)
-        rate = dense.push_rate(min(config.num_comm_sms, (ranks - 1) * chunks), hardware)
+        rate = costs.push_rate(min(config.num_comm_sms, (ranks - 1) * chunks), hardware)
         wire = floors.wire_bytes / rate + _SIGNAL_S * (ranks - 1) * chunks / config.num_comm_sms
         pushing = wire * config.num_comm_sms / hardware.num_sms  # programs that push start their tiles later
-        first = min(config.chunk_rows, batch * rows) * kv_heads * (d + dv) * size / dense.push_rate(1, hardware)
+        first = min(config.chunk_rows, batch * rows) * kv_heads * (d + dv) * size / costs.push_rate(1, hardware)
         own = a_tile / ranks  # the part of a tile that needs no peer
         waits = _WAIT_S * (ranks - 1) * chunks  # in a program's first tile
         return 1e3 * (max(product + pushing, wire) + a_tile / 2 + max(0.0, first - own) + waits)

@@ -11,7 +11,7 @@ from tdkernels.ops.attention.flash_decode.config import (
 )
 from tdkernels.ops.attention.flash_decode.kernel_merge import MOST_PARTS, NUMBERS_OF_WARP, PARTS_AT_A_TIME
 from tdkernels.ops.attention.flash_decode.problem import path_of_problem, shape_of_problem
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs
 from tdkernels.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _merge_s(config, shape, parts_of_all):
 def _exchange_s(shape: DecodeShape, programs, problem, hardware):
     """Return the seconds of sending all tiles to the peers."""
     sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
-    return 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
+    return 2 * costs.SIGNAL_S + sent / costs.push_rate(programs, hardware) if sent else 0.0
 
 
 def _latent_s(config, shape, problem, floors, hardware):
@@ -122,8 +122,8 @@ def _torch_s(problem, floors, hardware):
         return attention + steps * _LAUNCH_S
     # Each rank sends fp32 results and their lse to all others. With several query tokens it also sends lengths.
     sent = (problem.world_size - 1) * batch * queries * heads * (dv + 1) * 4
-    lengths = dense.collective_s(0, hardware) if queries > 1 else 0.0
-    return attention + lengths + dense.collective_s(sent, hardware) + (steps + _MERGE_STEPS) * _LAUNCH_S
+    lengths = costs.collective_s(0, hardware) if queries > 1 else 0.0
+    return attention + lengths + costs.collective_s(sent, hardware) + (steps + _MERGE_STEPS) * _LAUNCH_S
 
 
 def _plain_s(problem, floors, hardware):

@@ -16,6 +16,7 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.attention.ulysses import config as ulysses_config
 from tdkernels.ops.attention.ulysses import launch_out, launch_qkv, op
 from tdkernels.ops.attention.ulysses.config import TRANSPORTS, UlyssesConfig
+from tdkernels.ops.common import costs, gemm_space
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
@@ -70,7 +71,7 @@ class UlyssesTunable(dense.DenseTunable):
     def sequence_s(self, problem: "Problem", moved_bytes: int, hardware: "Hardware") -> float:
         """Return the seconds of the torch baseline, which copies the exchanged data before and after the all-to-all."""
         wire_bytes, dtype = self.floors(problem).wire_bytes, problem.torch_dtype
-        return dense.sequence_s(*self.product(problem), wire_bytes, dtype, hardware) + 4 * moved_bytes / hardware.memory
+        return costs.sequence_s(*self.product(problem), wire_bytes, dtype, hardware) + 4 * moved_bytes / hardware.memory
 
 
 class QkvTunable(UlyssesTunable):
@@ -97,7 +98,7 @@ class QkvTunable(UlyssesTunable):
         num_sms = gpu.num_sms(device)
         lags = (0, 2) if device.type == "cpu" else (0, num_sms // 2, num_sms, 3 * num_sms)
         default, configs = self.default(problem, device), []
-        for tiles in dense.tile_space(device, problem.torch_dtype):
+        for tiles in gemm_space.tile_space(device, problem.torch_dtype):
             most = problem.world_size * _tiles_of(rows, width, tiles)
             for lag in sorted({min(number, most) for number in lags}):
                 configs += [replace(default, tiles=tiles, transport=how, lag_tiles=lag) for how in TRANSPORTS]
@@ -111,7 +112,7 @@ class QkvTunable(UlyssesTunable):
         tiles, num_sms = config.tiles, hardware.num_sms
         count = _tiles_of(rows, width, tiles)  # per rank's heads; the last column of tiles may be partly empty
         padded = ranks * round_up(width, tiles.block_n)
-        product, tile = dense.product_s(rows, padded, k, dtype, tiles, num_sms, hardware)
+        product, tile = costs.product_s(rows, padded, k, dtype, tiles, num_sms, hardware)
         # A program that receives a tile does not multiply. It loads the tile from a peer, or from its own memory with
         # transport "push".
         nbytes = tiles.block_m * tiles.block_n * dtype.itemsize
@@ -123,7 +124,7 @@ class QkvTunable(UlyssesTunable):
         lag = min(config.lag_tiles or 1.5 * num_sms, ranks * count)
         early = max(0.0, 1.0 - lag / num_sms) * tile  # the first tiles to receive are still being computed
         late = max(0.0, lag - count) * nbytes / hardware.link  # when no tile is left to compute concurrently
-        wire = self.floors(problem).wire_bytes / dense.push_rate(num_sms, hardware)
+        wire = self.floors(problem).wire_bytes / costs.push_rate(num_sms, hardware)
         return 1e3 * (max(product + receives / num_sms * receive_s, wire) + tile + early + late)
 
     def floors(self, problem: "Problem") -> Floors:
@@ -175,7 +176,7 @@ class OutTunable(UlyssesTunable):
         on_cpu = device.type == "cpu"
         pushing = ((2, 1), (2, 2)) if on_cpu else ((8, 2), (16, 4), (32, 4))  # (programs, programs per chunk)
         configs = []
-        for tiles in dense.tile_space(device, problem.torch_dtype):
+        for tiles in gemm_space.tile_space(device, problem.torch_dtype):
             chunks = {min(chunk, cdiv(rows, tiles.block_m)) for chunk in ((1,) if on_cpu else (1, 2))}
             # If a block of columns has heads of two ranks, the kernel waits for one source at a time.
             at_once = {1} if width % tiles.block_k else {min(2, peers), peers}
@@ -193,10 +194,10 @@ class OutTunable(UlyssesTunable):
         if config.method == "torch":
             return 1e3 * self.sequence_s(problem, rows * k * dtype.itemsize, hardware)
         tiles = config.tiles
-        product, tile = dense.product_s(rows, n, k, dtype, tiles, hardware.num_sms, hardware)
+        product, tile = costs.product_s(rows, n, k, dtype, tiles, hardware.num_sms, hardware)
         chunk_rows = min(config.chunk_tiles * tiles.block_m, rows)
         parts = (ranks - 1) * cdiv(rows, chunk_rows) * config.chunk_parts
-        rate = dense.push_rate(min(config.num_comm_sms, parts), hardware)
+        rate = costs.push_rate(min(config.num_comm_sms, parts), hardware)
         wire = wire_bytes / rate
         # Programs that push start their tiles later.
         pushing = wire * config.num_comm_sms / hardware.num_sms
@@ -204,7 +205,7 @@ class OutTunable(UlyssesTunable):
         first = min((ranks - 1) * chunk_rows * (k // ranks) * dtype.itemsize / rate, wire)
         waits = cdiv(ranks - 1, config.sources_at_once) * _WAIT_S
         # The last part of the last chunk is pushed by a single program.
-        last = chunk_rows * (k // ranks) * dtype.itemsize / config.chunk_parts / dense.push_rate(1, hardware)
+        last = chunk_rows * (k // ranks) * dtype.itemsize / config.chunk_parts / costs.push_rate(1, hardware)
         return 1e3 * (max(product + pushing, wire + last) + tile + max(0.0, first - tile / ranks) + waits)
 
     def floors(self, problem: "Problem") -> Floors:

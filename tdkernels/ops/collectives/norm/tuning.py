@@ -22,7 +22,7 @@ from tdkernels.ops.collectives.norm.config import (
     warps_of_row,
     wide_columns,
 )
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs
 from tdkernels.ops.common.norm_launch import Options
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.rounding import cdiv, next_power_of_2
@@ -116,7 +116,7 @@ class AllReduceNormTunable(ConfigTunable):
         ranks, nbytes, floors = problem.world_size, _nbytes(problem), self.floors(problem)
         if config.method == "torch":
             after = (floors.memory_bytes + 4 * nbytes) / hardware.memory + 2 * _KERNEL_S
-            return 1e3 * (dense.collective_s(floors.wire_bytes, hardware) + _COLLECTIVE_S + after)
+            return 1e3 * (costs.collective_s(floors.wire_bytes, hardware) + _COLLECTIVE_S + after)
         units = self._units(config, problem)
         programs = min(config.num_programs, units)
         at_once = min(programs, max(hardware.num_sms * _WARPS_OF_SM // config.num_warps, 1))
@@ -133,10 +133,10 @@ class AllReduceNormTunable(ConfigTunable):
             in_turn = cdiv(receivers, at_once)
         # A program waits for the signals of its rows one after another. Meanwhile other programs send.
         least = 2 if config.exchange == "two_shot" else 1
-        waiting = dense.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), least)
+        waiting = costs.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), least)
         row_bytes = (ranks + 3) * problem.shape[1] * problem.torch_dtype.itemsize
         row_s = _ROW_S + row_bytes * at_once / hardware.memory * hardware.num_sms / max(at_once, hardware.num_sms)
-        transfer = max(wire / dense.push_rate(programs, hardware), moved / hardware.memory)
+        transfer = max(wire / costs.push_rate(programs, hardware), moved / hardware.memory)
         return 1e3 * (_LAUNCH_S + waiting + max(transfer, in_turn * row_s))
 
     def floors(self, problem: "Problem") -> Floors:

@@ -12,8 +12,8 @@ from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
+from tdkernels.ops.common.costs import product_s, push_rate
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
-from tdkernels.ops.common.gemm_tunable import product_s, push_rate
 from tdkernels.ops.common.scaling import Scales, out_dtype_of, row_bytes
 from tdkernels.ops.common.specialized.launch import is_enabled
 from tdkernels.ops.dense.ag_gemm import (

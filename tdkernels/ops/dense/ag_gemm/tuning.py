@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import costs, gemm_space, small_m_gemm
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import is_scaled, scales_of
 from tdkernels.ops.common.scaling import scaled_linear
 from tdkernels.ops.common.specialized import launch as launch_specialized
@@ -77,7 +77,7 @@ class AgGemmTunable(dense.DenseTunable):
     def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []
-        for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
+        for tiles in self.tiles_for(problem, device, gemm_space.tile_space(device, problem.torch_dtype)):
             of_a_shard = cdiv(rows, tiles.block_m)
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
                 for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
@@ -86,7 +86,7 @@ class AgGemmTunable(dense.DenseTunable):
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
         configs += self._specialized(problem, device)
         m = problem.shape[0]
-        configs += dense.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
+        configs += gemm_space.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
         if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
             configs += [
                 AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)
@@ -114,31 +114,31 @@ class AgGemmTunable(dense.DenseTunable):
         m, peers, dtype = problem.shape[0], problem.world_size - 1, problem.torch_dtype
         wire_bytes = self.floors(problem).wire_bytes
         if config.method == "torch":
-            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+            return 1e3 * costs.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         if config.method == "parts":
-            product = dense.vendor_s(m, n, k, dtype, hardware)
+            product = costs.vendor_s(m, n, k, dtype, hardware)
             count = config.pieces * problem.world_size
-            return 1e3 * dense.parts_s(count, product, wire_bytes / dense.copy_rate(hardware), 0, hardware)
+            return 1e3 * costs.parts_s(count, product, wire_bytes / costs.copy_rate(hardware), 0, hardware)
         tiles: Any = config.tiles
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
-            return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
+            return 1e3 * (product + wire_bytes / costs.push_rate(config.num_comm_sms, hardware) + costs.SIGNAL_S)
         if config.warp_specialize and config.transport == "push":
             # All SMs multiply. The tiles of the last chunk begin with its first slice.
-            product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
-            rate = min(config.num_comm_sms * _SPECIALIZED_RATE, dense.push_rate(_ENOUGH_PROGRAMS, hardware))
+            product, tile = costs.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+            rate = min(config.num_comm_sms * _SPECIALIZED_RATE, costs.push_rate(_ENOUGH_PROGRAMS, hardware))
             return 1e3 * (max(product, wire_bytes / rate) + tile / 2)
         copies = peers * cdiv(rows, config.chunk_tiles * tiles.block_m)
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
             # One program sends one chunk to one peer. In the last turn, too few programs may be left for the link.
             turns, left = divmod(copies - 1, config.num_comm_sms)
-            full, last = (dense.push_rate(programs, hardware) for programs in (config.num_comm_sms, left + 1))
+            full, last = (costs.push_rate(programs, hardware) for programs in (config.num_comm_sms, left + 1))
             rate = copies / (turns * config.num_comm_sms / full + (left + 1) / last)
             start = 0.0
         else:
-            num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
-        product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)
+            num_sms, rate, start = hardware.num_sms, costs.copy_rate(hardware), copies * _COPY_S
+        product, tile = costs.product_s(m, n, k, dtype, tiles, num_sms, hardware)
         # The last chunk can only be multiplied after it has arrived.
         chunk = min(config.chunk_tiles * tiles.block_m, rows) * k * dtype.itemsize * peers
         return 1e3 * (max(product, wire_bytes / rate + start) + tile + min(chunk / rate, product))

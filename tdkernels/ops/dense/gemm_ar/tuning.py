@@ -6,8 +6,8 @@ import torch
 
 from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import costs, gemm_space, small_m_gemm
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
@@ -57,7 +57,7 @@ class GemmArTunable(dense.DenseTunable):
     def space(self, problem: "Problem", device: torch.device) -> list[GemmArConfig]:
         m, n, k = self.of_a_rank(problem)
         configs = []
-        for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
+        for tiles in self.tiles_for(problem, device, gemm_space.tile_space(device, problem.torch_dtype)):
             tiles_of_z = tiles.count(m, n)
             for item_tiles in sorted({min(item, tiles_of_z) for item in (1, 2, 4, 8)}):
                 configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
@@ -81,25 +81,25 @@ class GemmArTunable(dense.DenseTunable):
         ranks, dtype = problem.world_size, problem.torch_dtype
         nbytes = m * n * out_bytes(problem)
         if config.method == "torch":
-            return 1e3 * dense.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware)
-        tiles, rate = config.tiles, dense.push_rate(_PROGRAMS, hardware)
+            return 1e3 * costs.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware)
+        tiles, rate = config.tiles, costs.push_rate(_PROGRAMS, hardware)
         if config.exchange == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             summing = (ranks + 1) * nbytes / hardware.memory
-            return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + dense.SIGNAL_S)
+            return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + costs.SIGNAL_S)
         wire = self.floors(problem).wire_bytes / rate
         if config.transport == "direct" and config.warp_specialize:
             # The exchange overlaps with the GEMM, but the last tiles are sent twice after it.
-            product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+            product, tile = costs.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
             last = 2 * hardware.num_sms * tiles.block_m * tiles.block_n * out_bytes(problem) / rate
-            return 1e3 * (max(product + last, wire + tile) + 2 * dense.SIGNAL_S)
+            return 1e3 * (max(product + last, wire + tile) + 2 * costs.SIGNAL_S)
         if config.transport == "direct":
             sms = max(hardware.num_sms - config.num_comm_sms, 1)
-            product, tile = dense.product_s(m, n, k, dtype, tiles, sms, hardware)
-            return 1e3 * (max(product, wire) + 2 * tile + 2 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
-        product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+            product, tile = costs.product_s(m, n, k, dtype, tiles, sms, hardware)
+            return 1e3 * (max(product, wire) + 2 * tile + 2 * nbytes / hardware.memory + 2 * costs.SIGNAL_S)
+        product, tile = costs.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         item = config.item_tiles * tiles.block_m * tiles.block_n * out_bytes(problem)
-        return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
+        return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * costs.SIGNAL_S)
 
     def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.of_a_rank(problem)

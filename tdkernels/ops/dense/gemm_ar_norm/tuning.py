@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.collectives.norm.config import ROW_PROGRAMS, AllReduceNormConfig
+from tdkernels.ops.common import costs, small_m_gemm
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.norm_launch import Options
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -116,12 +116,12 @@ class GemmArNormTunable(ConfigTunable):
         dtype = problem.torch_dtype
         if config.method == "torch":
             after = 7 * _nbytes(problem) / hardware.memory + 3 * _KERNEL_S  # the addition and the norm
-            return 1e3 * (dense.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware) + after)
+            return 1e3 * (costs.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware) + after)
         if config.method == "separate":
             norm, of_norm = self._norm(problem)
             configs = [AllReduceNormConfig(exchange=exchange) for exchange in ("one_shot", "two_shot")]
             after = min(norm.estimate_ms(each, of_norm, hardware) for each in configs)
-            return 1e3 * (dense.vendor_s(m, n, k, dtype, hardware) + _KERNEL_S) + after
+            return 1e3 * (costs.vendor_s(m, n, k, dtype, hardware) + _KERNEL_S) + after
         return 1e3 * self._fused_s(config, problem, hardware)
 
     def _norm(self, problem):
@@ -134,7 +134,7 @@ class GemmArNormTunable(ConfigTunable):
         m, n, k = _of_a_rank(problem)
         ranks, nbytes, itemsize = problem.world_size, _nbytes(problem), problem.torch_dtype.itemsize
         product = small_m_gemm.seconds(m, n, k, problem.torch_dtype, config.tiles, config.split_k, hardware)
-        sending = (ranks - 1) * nbytes / dense.push_rate(_PROGRAMS, hardware)
+        sending = (ranks - 1) * nbytes / costs.push_rate(_PROGRAMS, hardware)
         in_registers = n <= registers_hold(config.tiles.num_warps, problem.torch_dtype)
         row_programs = config.row_programs if in_registers else 1
         units = m * row_programs
@@ -143,7 +143,7 @@ class GemmArNormTunable(ConfigTunable):
         row_bytes = (ranks + 2 + 2 / row_programs) * n * itemsize
         row_s = _ROW_S + row_bytes / (hardware.memory / hardware.num_sms)
         adding = max(cdiv(units, at_once) * row_s, units * row_bytes / hardware.memory)
-        return _LAUNCH_S + product + sending + dense.SIGNAL_S + adding
+        return _LAUNCH_S + product + sending + costs.SIGNAL_S + adding
 
     def floors(self, problem: "Problem") -> Floors:
         (m, n, k), nbytes = _of_a_rank(problem), _nbytes(problem)

@@ -6,8 +6,8 @@ import torch
 
 from tdkernels.autotune.invariance import reject_invariant
 from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import costs, gemm_space, small_m_gemm
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaled_problem import out_bytes
 from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
@@ -58,7 +58,7 @@ class GemmRsTunable(dense.DenseTunable):
     def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, k = self.of_a_rank(problem)
         configs = []
-        for tiles in self.tiles_for(problem, device, dense.tile_space(device, problem.torch_dtype)):
+        for tiles in self.tiles_for(problem, device, gemm_space.tile_space(device, problem.torch_dtype)):
             of_a_shard = tiles.count(rows, n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
@@ -71,7 +71,7 @@ class GemmRsTunable(dense.DenseTunable):
                 tiles = specialized_tiles(launch_direct.DIRECT_LARGE, problem.torch_dtype)
                 configs.append(GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=True))
         if problem.num_nodes == 1:
-            configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
+            configs += gemm_space.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
         m = problem.shape[0]
         if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
             configs += [
@@ -89,18 +89,18 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = self.operand_sizes(problem)
         dtype, wire_bytes = problem.torch_dtype, self.floors(problem).wire_bytes
         if config.method == "torch":
-            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+            return 1e3 * costs.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         if config.method == "parts":
-            product = dense.vendor_s(m, n, k, dtype, hardware)
-            count, wire = config.pieces * problem.world_size, wire_bytes / dense.copy_rate(hardware)
-            return 1e3 * dense.parts_s(count, product, wire, wire_bytes, hardware)
+            product = costs.vendor_s(m, n, k, dtype, hardware)
+            count, wire = config.pieces * problem.world_size, wire_bytes / costs.copy_rate(hardware)
+            return 1e3 * costs.parts_s(count, product, wire, wire_bytes, hardware)
         tiles: Any = config.tiles
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
-            wire = wire_bytes / dense.push_rate(_PROGRAMS, hardware)
-            return 1e3 * (product + wire + wire_bytes / hardware.memory + dense.SIGNAL_S)
-        product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
-        rate = dense.push_rate(_PROGRAMS, hardware)
+            wire = wire_bytes / costs.push_rate(_PROGRAMS, hardware)
+            return 1e3 * (product + wire + wire_bytes / hardware.memory + costs.SIGNAL_S)
+        product, tile = costs.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+        rate = costs.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":
             if config.warp_specialize:  # the sums overlap with the GEMM, and a signal follows its tile
                 return 1e3 * (max(product, wire_bytes / rate) + tile)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs
 from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.dispatch import (
@@ -128,7 +128,7 @@ class _EpTunable(ConfigTunable):
         walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
         floors = self.floors(problem)
         moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
-        moving = max(floors.wire_bytes / dense.push_rate(senders, hardware), moved / hardware.memory)
+        moving = max(floors.wire_bytes / costs.push_rate(senders, hardware), moved / hardware.memory)
         return 1e3 * (self._latency_s(problem, config) + walking + moving)
 
     def _sequence_ms(self, problem, hardware):
@@ -136,12 +136,12 @@ class _EpTunable(ConfigTunable):
         floors, choices = self.floors(problem), _choices(problem)
         sent = _tokens(problem) * choices * self._row_bytes(problem)
         memory = (4 * sent + floors.memory_bytes) / hardware.memory
-        return 1e3 * (_HOST_S + 8 * _LAUNCH_S + memory + dense.collective_s(sent, hardware))
+        return 1e3 * (_HOST_S + 8 * _LAUNCH_S + memory + costs.collective_s(sent, hardware))
 
     def _latency_s(self, problem, config):
         """Return the latency of launches, signals and host waits of the two phases, counts and tokens."""
         waits = _HOST_S if problem.layout.startswith("exact") else 0.0
-        return 2 * (_LAUNCH_S + dense.SIGNAL_S) + waits
+        return 2 * (_LAUNCH_S + costs.SIGNAL_S) + waits
 
     def _row_bytes(self, problem):
         """Return the bytes of a row on the wire."""
@@ -305,7 +305,7 @@ class EpCombineTunable(_EpTunable):
         return (EpConfig().chunk_tokens,)
 
     def _latency_s(self, problem, config):
-        return _LAUNCH_S + dense.SIGNAL_S
+        return _LAUNCH_S + costs.SIGNAL_S
 
     def reference(self, operands: Sequence[Any], problem: "Problem", group: "Group") -> Any:
         recv, state = op.ep_dispatch_ref(*operands, num_experts=problem.shape[2], group=group)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs, gemm_space
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -120,7 +120,7 @@ class EpMoeTunable(ConfigTunable):
     def space(self, problem: "Problem", device: torch.device) -> list[EpMoeConfig]:
         fused = [
             EpMoeConfig(gemm=GroupGemmConfig(tiles=tiles), method="fused")
-            for tiles in dense.tile_space(device, problem.torch_dtype)
+            for tiles in gemm_space.tile_space(device, problem.torch_dtype)
         ]
         return [SEQUENCE, EpMoeConfig(method="fused"), *fused]
 
@@ -137,18 +137,18 @@ class EpMoeTunable(ConfigTunable):
         # sequence select their default tiles by the capacity, so these tiles are large. The model assumes large tiles
         # for all configs.
         waits = 0.0 if _is_bounded(problem) else _HOST_S
-        rate = dense.push_rate(_PROGRAMS, hardware)
+        rate = costs.push_rate(_PROGRAMS, hardware)
         if config.method == "fused":
             wire = 2 * (ranks - 1) * rows // ranks * row / rate  # each assignment is sent separately
-            return 1e3 * (max(_SLOWED * products, wire) + last + waits + 4 * _LAUNCH_S + 2 * dense.SIGNAL_S)
+            return 1e3 * (max(_SLOWED * products, wire) + last + waits + 4 * _LAUNCH_S + 2 * costs.SIGNAL_S)
         moved = (2 * cdiv(tokens, ranks) + 4 * rows) * row / hardware.memory  # tokens, and rows to and from staging
         if config.method == "torch":
             sent = (ranks - 1) * rows // ranks * row
-            return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
+            return 1e3 * (products + 2 * moved + 2 * costs.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
         wire = 2 * self._crossing(problem) * row / rate
         if _is_low_latency(problem):  # there is no counting phase
-            waits -= _LAUNCH_S + dense.SIGNAL_S
-        return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * dense.SIGNAL_S)
+            waits -= _LAUNCH_S + costs.SIGNAL_S
+        return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * costs.SIGNAL_S)
 
     def _products_s(self, rows, tiles, problem, hardware):
         """Return the seconds (of both GEMMs of ``rows`` rows with padding, of one tile of the second GEMM)."""
@@ -156,8 +156,8 @@ class EpMoeTunable(ConfigTunable):
         mine = experts // problem.world_size
         padded = mine * round_up(max(rows // mine, 1), tiles.block_m)
         dtype = problem.torch_dtype
-        up, _ = dense.product_s(padded, 2 * inner, hidden, dtype, tiles, hardware.num_sms, hardware)
-        down, last = dense.product_s(padded, hidden, inner, dtype, tiles, hardware.num_sms, hardware)
+        up, _ = costs.product_s(padded, 2 * inner, hidden, dtype, tiles, hardware.num_sms, hardware)
+        down, last = costs.product_s(padded, hidden, inner, dtype, tiles, hardware.num_sms, hardware)
         reading = 3 * mine * hidden * inner * dtype.itemsize / hardware.memory
         return max(up + down, reading), last
 

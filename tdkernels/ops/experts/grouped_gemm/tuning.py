@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs, gemm_space
 from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -109,7 +109,7 @@ class GroupGemmTunable(ConfigTunable):
         return grouped_gemm_config.invariant_config(problem.torch_dtype, device)
 
     def space(self, problem: "Problem", device: torch.device) -> list[GroupGemmConfig]:
-        tiles = dense.tile_space(device, problem.torch_dtype)
+        tiles = gemm_space.tile_space(device, problem.torch_dtype)
         if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:
             tiles = [*tiles, *_SMALL]
         configs = [GroupGemmConfig(tiles=each) for each in tiles]
@@ -138,7 +138,7 @@ class GroupGemmTunable(ConfigTunable):
         each = cdiv(rows, experts)
         height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
         padded = experts * round_up(height, step)
-        return dense.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
+        return costs.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
 
     def floors(self, problem: "Problem") -> Floors:
         rows, n, k, experts = problem.shape

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import Floors
-from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import costs, gemm_space
 from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -103,7 +103,7 @@ class MoeTunable(ConfigTunable):
         plans = self.plans(problem, device)
         found = [
             MoeTpConfig("fused", tiles, *plan)
-            for tiles in dense.tile_space(device, problem.torch_dtype) for plan in plans
+            for tiles in gemm_space.tile_space(device, problem.torch_dtype) for plan in plans
         ]
         if not self._can_specialize(problem, device):
             return found
@@ -179,7 +179,7 @@ class MoeTunable(ConfigTunable):
             product = 2.0 * tokens * choices * n * k / hardware.flops
         else:
             of_expert = round_up(cdiv(tokens * choices, experts), tiles.block_m)  # rows per expert, with padding
-            product, tile = dense.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
+            product, tile = costs.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
         moved = tokens * choices * (n + k) * dtype.itemsize / hardware.memory
         return max(product, moved), experts * n * k * dtype.itemsize / hardware.memory, 0.0 if tiles is None else tile
 
@@ -192,7 +192,7 @@ class MoeTunable(ConfigTunable):
         if config.method == "torch":
             moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # copy tokens to their rows
             return self._collective_s(wire, hardware) + moved + max(product, reading)
-        rate = dense.push_rate(config.num_comm_sms, hardware)
+        rate = costs.push_rate(config.num_comm_sms, hardware)
         chunks = (ranks - 1) * cdiv(cdiv(tokens, ranks), config.chunk_rows)
         # Tiles wait for whole chunks, so the time of one chunk is not overlapped.
         chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
@@ -210,10 +210,10 @@ class MoeTunable(ConfigTunable):
         if config.method == "torch":
             return max(product, reading) + _SUM_BYTES * rows + self._collective_s(wire, hardware)
         # This rank's tokens come last, after all sends. Their sums are not overlapped.
-        return max(product, reading, wire / dense.push_rate(_SEND_PROGRAMS, hardware)) + 2 * tile + 2 * rows / ranks
+        return max(product, reading, wire / costs.push_rate(_SEND_PROGRAMS, hardware)) + 2 * tile + 2 * rows / ranks
 
     def _collective_s(self, wire_bytes, hardware):
-        return dense.sequence_s(0, 0, 0, wire_bytes, torch.bfloat16, hardware)
+        return costs.sequence_s(0, 0, 0, wire_bytes, torch.bfloat16, hardware)
 
     # ---- operands passed to ``explain`` ----
 
