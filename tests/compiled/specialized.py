@@ -6,7 +6,7 @@ import torch
 
 from tdkernels import AgGemmConfig, GroupGemmConfig, MoeTpConfig, Tiles
 from tdkernels.ops.common.scaling import Scales
-from tdkernels.ops.common.specialized.division import NOT_DIVIDED, Divided, Division
+from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS, LastWave, Splits
 from tdkernels.ops.dense import launch_direct_specialized as launch_direct
 from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
 from tdkernels.ops.dense.ag_gemm.specialized.kernel import ag_gemm_specialized_kernel
@@ -46,31 +46,31 @@ def _scales(dtype, rows, scaling, experts=()):
     return Scales(*of, "block" if scaling == "block" else "row", torch.bfloat16, scaling == "fast"), torch.bfloat16
 
 
-def _direct_launch(arguments, rows, last, ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, divides):
+def _direct_launch(arguments, rows, last, ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, split_k):
     """Return (args, kwargs) of a kernel with transport "direct" for ``rows`` rows of x. ``last``: its last argument."""
-    divided = Divided(torch.empty(1), Division(8, 4, 2), 0) if divides else NOT_DIVIDED
+    splits = Splits(torch.empty(1), LastWave(8, 4, 2), 0) if split_k else NO_SPLITS
     scales, out = _scales(dtype, rows if per_row else 1, scaling)
     ctx, x, z, descs = launch_direct.operands_to_compile(torch.empty(rows, K, dtype=dtype), TILES, ranks, scales)
     args, constants = arguments(
         ctx, x, _weight(w_dtype or dtype, w_is_kn), torch.empty(N, dtype=out) if bias else None, z, descs, ROWS, PLAN,
-        TILES, last, scales=scales, divided=divided,
+        TILES, last, scales=scales, splits=splits,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return args, constants
 
 
-def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, divides=False):
+def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, split_k=False):
     """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8.
 
-    ``divides``: whether tiles are divided along K
+    ``split_k``: whether tiles are split along K
     """
-    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, divides
+    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, split_k
     return gemm_rs_specialized_kernel, *_direct_launch(launch_direct.arguments, ranks * ROWS, ROWS, *options)
 
 
-def gemm_ar_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, divides=False):
+def gemm_ar_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, split_k=False):
     """Return (kernel, args, kwargs); arguments as for ``gemm_rs_launch``."""
-    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, divides
+    options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, split_k
     return gemm_ar_specialized_kernel, *_direct_launch(launch_gemm_ar.arguments, ROWS, 1, *options)
 
 

@@ -113,9 +113,9 @@ def test_gemm_ar(ranks, dtype, w_is_kn, bias):
     pytest.param(gemm_rs_launch, 4, BF16, True, True, marks=thorough),
     pytest.param(gemm_ar_launch, 8, BF16, False, False, marks=thorough),
 ])
-def test_tiles_that_are_divided_along_k(launch, ranks, dtype, w_is_kn, bias):
-    """The sums of parts are stored and added without spills in the main loop."""
-    code = check(compile_for(*launch(ranks, dtype, w_is_kn, bias, divides=True), "sm_90"), [256], 64)
+def test_split_k(launch, ranks, dtype, w_is_kn, bias):
+    """The sums of splits are stored and added without spills in the main loop."""
+    code = check(compile_for(*launch(ranks, dtype, w_is_kn, bias, split_k=True), "sm_90"), [256], 64)
     text = "\n".join(instruction for _, instruction in code)
     plain = "\n".join(text for _, text in machine_code(compile_for(*launch(ranks, dtype, w_is_kn, bias), "sm_90"))[1])
     for instruction in (r"STG\.E\.64 ", r"LDG\.E\.64 "):  # 64 pairs of sums of a thread, in both partitions
@@ -173,8 +173,8 @@ def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype):
 
 
 @pytest.mark.parametrize("scaling", [pytest.param("row", marks=thorough), "block"])
-def test_division_along_k_with_two_accumulators(scaling):
-    code = check_promoted(compile_for(*gemm_rs_launch(8, E4M3, scaling=scaling, divides=True), "sm_90"), 2, 256)
+def test_split_k_with_two_accumulators(scaling):
+    code = check_promoted(compile_for(*gemm_rs_launch(8, E4M3, scaling=scaling, split_k=True), "sm_90"), 2, 256)
     check_loops(code, "GMMA", 16 if scaling == "block" else 2)
 
 

@@ -60,8 +60,8 @@ def test_every_work_item_is_recorded(operator):
 
 @on_hopper
 @pytest.mark.parametrize("operator", ["gemm_rs", "gemm_ar"])
-def test_parts_of_tiles_are_recorded(operator):
-    changes = VARIANTS[operator][0]  # 12 tiles, each divided along K into four parts
+def test_splits_are_recorded(operator):
+    changes = VARIANTS[operator][0]  # 12 tiles with four splits each
     trace = make_trace(on_ranks(2, record_operator, operator, (400, 528, 8192), torch.bfloat16, changes, 2))
     for intervals in trace.ranks:
         found = kinds_of_items(intervals)

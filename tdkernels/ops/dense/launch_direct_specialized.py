@@ -8,7 +8,7 @@ from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common.gemm_operands import rows_contiguous, scale_pointers, weight_layout
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch as specialized
-from tdkernels.ops.common.specialized.division import NOT_DIVIDED, Divided
+from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS, Splits
 from tdkernels.ops.dense import launch_direct
 from tdkernels.runtime.gluon import descriptor
 
@@ -42,7 +42,7 @@ def descriptors(workspace: "Workspace", tiles: "Tiles", slots: int, out_dtype: t
 def arguments(
     ctx: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: Any, descs: list[Any],
     rows: int, plan: int, tiles: "Tiles", *more: int, scales: Scales | None = None,
-    divided: Divided = NOT_DIVIDED,
+    splits: Splits = NO_SPLITS,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments and constants of a kernel.
 
@@ -51,15 +51,15 @@ def arguments(
         rows: The first size that the kernel takes: M of the output or of a shard.
         more: The last arguments of the kernel.
         scales: The scales of scaled operands.
-        divided: The tiles that are divided along K.
+        splits: The tiles that are split along K.
     """
     (n, k), world_size = weight.shape, len(descs)
     weight, _, is_kn = weight_layout(weight)
     args = (
         ctx, specialized.rows_descriptor(x, 1, x.shape[0], x.numel()),
-        specialized.weight_descriptor(weight, is_kn), bias, *scale_pointers(scales), z, divided.sums,
+        specialized.weight_descriptor(weight, is_kn), bias, *scale_pointers(scales), z, splits.sums,
         *descs, *[None] * (launch_direct.MAX_RANKS - world_size),
-        rows, n, k, plan, tiles.group_m, *divided.division, divided.first_flag, *more,
+        rows, n, k, plan, tiles.group_m, *splits.last_wave, splits.first_flag, *more,
     )
     constants = {
         # As many rows as fit in the registers of the warps that add them.

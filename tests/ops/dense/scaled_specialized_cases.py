@@ -72,17 +72,17 @@ def is_close(operator, operands, bias, y, fast):
     assert (y.float() - exact).norm() < bound.norm() + 1e-30
 
 
-def divides_tiles_along_k(operator, scaling, dtype, repeats, fast):
-    """Check calls with random operands whose tiles are divided along K."""
+def splits_tiles_along_k(operator, scaling, dtype, repeats, fast):
+    """Check calls with random operands whose tiles are split along K."""
     for number in range(repeats):
         rows, n, k = [(200, 528, 6400), (390, 272, 8192)][number % 2]
         operands = operands_of(operator, rows, n, k, scaling, dtype)
         bias = torch.randn(n, device=device(), dtype=torch.bfloat16) if number % 3 else None
         if bias is not None:
             dist.broadcast(bias, 0)
-        with specialized_support.divisions() as found, CHECKS[operator]():
+        with specialized_support.chosen_splits() as found, CHECKS[operator]():
             y = call(operator, operands, bias, replace(PLAIN[operator], warp_specialize=True), fast=fast)
-        assert len(found) == 1 and found[0].parts > 1, found
+        assert len(found) == 1 and found[0].num_splits > 1, found
         is_close(operator, operands, bias, y, fast)
         assert torch.equal(y, call(operator, operands, bias, replace(PLAIN[operator], warp_specialize=True), fast=fast))
     tdkernels.synchronize()

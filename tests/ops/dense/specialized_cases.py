@@ -111,8 +111,8 @@ def replays_in_a_graph(operator):
     specialized_support.replays_in_a_graph(x.normal_, lambda: run(CONFIG), lambda: run(PLAIN))
 
 
-def divides_tiles_along_k(operator, repeats):
-    """Check many calls with random operands and poisoned memory whose tiles are divided along K."""
+def splits_tiles_along_k(operator, repeats):
+    """Check many calls with random operands and poisoned memory whose tiles are split along K."""
     ranks = dist.get_world_size()
     shapes = [(200, 528, 3200), (390, 272, 6400), (600, 528, 4104), (512, 784, 8192)]
     delays = random.Random(dist.get_rank())
@@ -125,9 +125,9 @@ def divides_tiles_along_k(operator, repeats):
         poison = [torch.full((48 << 20,), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
         del poison
         time.sleep(delays.uniform(0, 0.002))
-        with specialized_support.divisions() as found, specialized(operator):
+        with specialized_support.chosen_splits() as found, specialized(operator):
             z = call(operator, x, weight, bias, CONFIG)
-        assert len(found) == 1 and found[0].parts > 1, found
+        assert len(found) == 1 and found[0].num_splits > 1, found
         again = [call(operator, x, weight, bias, CONFIG) for _ in range(2)]
         plain = call(operator, x, weight, bias, PLAIN)
         assert torch.equal(z, again[0]) and torch.equal(z, again[1]), f"call {number}, rows={rows} n={n} k={k}"
@@ -135,12 +135,12 @@ def divides_tiles_along_k(operator, repeats):
     tdkernels.synchronize()
 
 
-def is_not_divided_in_the_batch_invariant_mode(operator):
-    """Check that a row has the same bits in a call with few rows, whose tiles would be divided otherwise."""
+def is_not_split_in_the_batch_invariant_mode(operator):
+    """Check that a row has the same bits in a call with few rows, whose tiles would be split otherwise."""
     x = torch.randn(1024, 4096, device=device(), dtype=torch.bfloat16)
     weight = torch.randn(272, 4096, device=device(), dtype=torch.bfloat16)
     config = fields_of(operator)
-    with specialized_support.divisions() as found, specialized(operator):
+    with specialized_support.chosen_splits() as found, specialized(operator):
         call(operator, x, weight, None, config)
         with tdkernels.batch_invariant():
             call(operator, x, weight, None, config)

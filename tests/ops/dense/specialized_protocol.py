@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from tdkernels.ops.common.specialized import along_k, layout, load, multiply, output, promote, store
+from tdkernels.ops.common.specialized import layout, load, multiply, output, promote, split_k, store
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
 
 (BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
@@ -35,7 +35,7 @@ def functions_of(module, *names):
 
 def source_of(*partitions):
     """Return the source of all functions that the partitions of a kernel run. Later modules replace functions."""
-    modules = load, output, promote, along_k, multiply, store, *partitions
+    modules = load, output, promote, split_k, multiply, store, *partitions
     return "\n".join([functions_of(layout, "await_operands"), *(Path(each.__file__).read_text() for each in modules)])
 
 
@@ -161,7 +161,7 @@ class Run:
     """
 
     partitions = ()  # modules; later ones replace functions of earlier ones
-    division = 0, 0, 1  # as for ``part_of``, if tiles are divided along K
+    last_wave = 0, 0, 1  # as for ``split_of``, with split-K
     promotes = False
     copies_x = False  # whether threads copy the rows of x
 
@@ -238,18 +238,18 @@ class Run:
         """Return the three numbers that the partition that loads passes on with a work item."""
         raise NotImplementedError
 
-    def multiply(self, which, half, pass_on="pass_halves", passes=2, divided=None):
+    def multiply(self, which, half, pass_on="pass_halves", passes=2, splits=None):
         """Run a partition that multiplies.
 
         half: the name of what items with odd numbers are
         pass_on, passes: the name of the function that passes on a tile, and the number of halves that it passes on
-        divided: as for ``give``
+        splits: as for ``store_split``
         """
         half, pass_tile = getattr(layout, half).value, self.code[pass_on]
         self.code["multiply_partition"](
             self.memory, indexed(self.bars), self.steps, None, which, half, False, self._epilogue, pass_tile, passes,
             self._prepare, self.promotes, self._scales_of_step if self.promotes else None,
-            divided is not None, divided,
+            splits is not None, splits,
         )
 
     # ---- stand-ins ----
@@ -405,24 +405,25 @@ class Run:
         return half
 
     def _sum(self, products):
-        """Return the tile with these products, which are those of a part of K of one item and half of its rows.
+        """Return the tile with these products, which are those of a split of one item and half of its rows.
 
         If it promotes, the products are those of all steps and of one half of the columns.
         """
         (desc, plane, row), _, first, width, _ = products[0]
         item, part = self.place(desc, plane, row)
         steps = [product[1] for product in products]
-        assert steps in ([list(range(self.steps))] if self.promotes else self.parts_of(item)), (item, steps)
+        assert steps in ([list(range(self.steps))] if self.promotes else self.splits_of(item)), (item, steps)
         assert list(products) == [((desc, plane, row), step, first, width, step) for step in steps], products
         sides = tuple(range(first // HALF_N, (first + width) // HALF_N))
         found = [sides] if not self.promotes else [(side,) for side in self.sides(item)]
         assert sides in found and (self.promotes or sides == tuple(self.sides(item))), (item, sides)
         return _Tile(item, part, sides, steps)
 
-    def parts_of(self, item):
-        """Return the steps of K of each part of a tile."""
-        whole, _, parts = self.division
-        cuts = [self.steps * part // parts for part in range(parts + 1)] if item >= whole else [0, self.steps]
+    def splits_of(self, item):
+        """Return the steps of K of each split of a tile."""
+        whole_tiles, _, num_splits = self.last_wave
+        count = num_splits if item >= whole_tiles else 1
+        cuts = [self.steps * split // count for split in range(count + 1)]
         return [list(range(*ends)) for ends in itertools.pairwise(cuts)]
 
 
@@ -436,7 +437,7 @@ class _Tile:
         return _Tile(self.item, self.part, (self.sides[side],), self.steps)
 
     def __add__(self, other):
-        """Return the sum with another part of K. Parts are added in order, the last one first."""
+        """Return the sum with another split."""
         assert (self.item, self.part, self.sides) == (other.item, other.part, other.sides)
         return _Tile(self.item, self.part, self.sides, self.steps + other.steps)
 

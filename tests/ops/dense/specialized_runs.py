@@ -33,20 +33,20 @@ class GemmRsRun(Run):
         x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
 
         def load():
-            items = self.items + self.division[1] * (self.division[2] - 1)
+            items = self.items + self.last_wave[1] * (self.last_wave[2] - 1)
             self.code["load_partition"](
-                None, (x, "weight"), self.memory, bars, items, problem, 0, self.division, self.trace, self.items, ranks,
-                False, self.code["place_of_item"], self.division[1] > 0,
+                None, (x, "weight"), self.memory, bars, items, problem, 0, self.last_wave, self.trace, self.items,
+                ranks, False, self.code["place_of_item"], self.last_wave[1] > 0,
             )
 
         def send():
             self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks)
             self.closed = True
 
-        divided = (7, None, 5, 9, self.division[2], self.trace, self.items) if self.division[1] else None
+        splits = (7, None, 5, 9, self.last_wave[2], self.trace, self.items) if self.last_wave[1] else None
         return {
-            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES", divided=divided),
-            "multiply 1": lambda: self.multiply(1, "NO_HALVES", divided=divided),
+            "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES", splits=splits),
+            "multiply 1": lambda: self.multiply(1, "NO_HALVES", splits=splits),
         }
 
     def names(self):
@@ -73,15 +73,15 @@ class GemmRsRun(Run):
         self.sent.append(("signal", item))
 
 
-class DividedRun(GemmRsRun):
-    """A program of ``gemm_rs_specialized_kernel`` that divides its last tiles along K.
+class SplitRun(GemmRsRun):
+    """A program of ``gemm_rs_specialized_kernel`` that splits its last tiles along K.
 
-    division: (number of divided tiles, number of their parts)
+    last_wave: (number of split tiles, number of their splits)
     """
 
-    def __init__(self, seed, items, steps, ranks, division, source=None, promotes=False):
-        count, parts = division
-        self.division = items - count, count, parts
+    def __init__(self, seed, items, steps, ranks, last_wave, source=None, promotes=False):
+        split_tiles, num_splits = last_wave
+        self.last_wave = items - split_tiles, split_tiles, num_splits
         self.sums, self.flags = {}, set()
         super().__init__(seed, items, steps, ranks, source, promotes)
 
@@ -90,9 +90,8 @@ class DividedRun(GemmRsRun):
         assert not self.flags, "a flag is set after the launch"
 
     def check_marks(self, of_output):
-        _, count, parts = self.division
-        firsts = [self.items + number for number in range(count * (parts - 1))]
-        for number in firsts:
+        _, split_tiles, num_splits = self.last_wave
+        for number in range(self.items, self.items + split_tiles * (num_splits - 1)):
             assert self.marks.pop(number, None) == (["starts", "multiplies", "ends"] if self.trace else None)
         super().check_marks(of_output)
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from tdkernels.ops.common.specialized import division
+from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.runtime import gpu
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import DEVICE, device
@@ -30,11 +30,11 @@ def forget_launches(*workspaces):
 
 
 @contextlib.contextmanager
-def divisions():
-    """Return a list of the divisions along K of the launches that are prepared in a ``with`` block."""
-    found, divide = [], division.divide
+def chosen_splits():
+    """Return a list of what ``choose`` of split-K returns for the launches that are prepared in a ``with`` block."""
+    found, choose = [], launch_split_k.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(division, "divide", lambda *args: found.append(divide(*args)) or found[-1])
+        patch.setattr(launch_split_k, "choose", lambda *args: found.append(choose(*args)) or found[-1])
         yield found
 
 

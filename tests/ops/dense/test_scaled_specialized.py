@@ -52,8 +52,8 @@ def test_bits_without_fast_accumulation(operator, world_size, scaling, dtype, ou
 @on_hopper
 @pytest.mark.parametrize("operator", ["gemm_rs", "gemm_ar"])
 @pytest.mark.parametrize("scaling, fast", [("row", True), ("row", False), ("block", False)])
-def test_tiles_that_are_divided_along_k(operator, scaling, fast):
-    on_ranks(2, cases.divides_tiles_along_k, operator, (scaling, scaling), E4M3, 12, fast)
+def test_split_k(operator, scaling, fast):
+    on_ranks(2, cases.splits_tiles_along_k, operator, (scaling, scaling), E4M3, 12, fast)
 
 
 @on_hopper

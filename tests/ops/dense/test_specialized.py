@@ -50,14 +50,14 @@ def test_ranks_with_different_kernels(operator, world_size):
 @on_hopper
 @each_operator
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_tiles_that_are_divided_along_k(operator, world_size):
-    on_ranks(world_size, cases.divides_tiles_along_k, operator, 24)
+def test_split_k(operator, world_size):
+    on_ranks(world_size, cases.splits_tiles_along_k, operator, 24)
 
 
 @on_hopper
 @each_operator
-def test_tiles_are_not_divided_in_the_batch_invariant_mode(operator):
-    on_ranks(2, cases.is_not_divided_in_the_batch_invariant_mode, operator)
+def test_no_split_k_in_the_batch_invariant_mode(operator):
+    on_ranks(2, cases.is_not_split_in_the_batch_invariant_mode, operator)
 
 
 @on_hopper

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops.dense.specialized_protocol import source_of
-from tests.ops.dense.specialized_runs import AgGemmRun, DividedRun, GemmRsRun, GroupGemmRun
+from tests.ops.dense.specialized_runs import AgGemmRun, GemmRsRun, GroupGemmRun, SplitRun
 from tests.support.mutants import check_found
 from tests.support.subset import THOROUGH
 
@@ -20,13 +20,13 @@ def test_gemm_rs_in_any_order(items, steps, ranks, promotes):
         GemmRsRun(seed, items, steps, ranks, promotes=promotes)()
 
 
-@pytest.mark.parametrize("items, steps, division", [
+@pytest.mark.parametrize("items, steps, last_wave", [
     (1, 8, (1, 2)), (3, 9, (1, 4)), (5, 8, (2, 2)), (5, 11, (2, 3)), (4, 9, (4, 3)),
 ])
 @each_sum
-def test_tiles_that_are_divided_along_k_in_any_order(items, steps, division, promotes):
+def test_split_k_in_any_order(items, steps, last_wave, promotes):
     for seed in range(SEEDS):
-        DividedRun(seed, items, steps, 2, division, promotes=promotes)()
+        SplitRun(seed, items, steps, 2, last_wave, promotes=promotes)()
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
@@ -134,25 +134,25 @@ def test_scales_that_are_read_before_their_rows_arrive_are_found():
     _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source, promotes=True), mutants, "early")
 
 
-OF_DIVISION = {
-    "the sums of a part are not added": ("        left += gl.load(pointers)\n", "        gl.load(pointers)\n"),
+OF_SPLIT_K = {
+    "the sums of a split are not added": ("        left += gl.load(pointers)\n", "        gl.load(pointers)\n"),
     "the sums of one half are added to the other": ("gl.load(pointers + HALF_SIZE)", "gl.load(pointers)"),
-    "the sums of the next tile are taken": ("first = (-1 - part) * (parts - 1)", "first = -part * (parts - 1)"),
+    "the sums of the next tile are added": ("first = (-1 - split) * (num_splits", "first = -split * (num_splits"),
     "a flag is set before the sums are stored": (
         "    for side in gl.static_range(2):\n        gl.store(", "    raise_by_warps(flag_at(ctx, first_flag + 2 * "
-        "(part - 1) + WHICH), signal, 4)\n    for side in gl.static_range(2):\n        gl.store(",
+        "(split - 1) + WHICH), signal, 4)\n    for side in gl.static_range(2):\n        gl.store(",
     ),
     "a flag is not cleared": ("        clear_by_warps(flag, 4)\n", ""),
-    "a part is passed on": ("    if part > 0:\n        give", "    if part > 9:\n        give"),
-    "a part that is not passed on is kept": ("    kept_item = item * 0 + NO_ITEM\n", "    kept_item = item\n"),
-    "a part begins with the first step": ("gl.where(is_whole, 0, first)", "0"),
-    "a part has the steps of a tile": ("gl.where(is_whole, steps, end - first)", "steps"),
+    "a split is passed on": ("    if split > 0:\n        store", "    if split > 9:\n        store"),
+    "a split that is not passed on is kept": ("    kept_item = item * 0 + NO_ITEM\n", "    kept_item = item\n"),
+    "a split begins with the first step": ("gl.where(is_whole, 0, first)", "0"),
+    "a split has the steps of a tile": ("gl.where(is_whole, steps, end - first)", "steps"),
 }
 
 
-@pytest.mark.parametrize("mutant", OF_DIVISION)
-def test_errors_in_division_along_k_are_found(mutant):
-    _finds(lambda seed, source: DividedRun(seed, 5, 11, 2, (2, 3), source), OF_DIVISION, mutant)
+@pytest.mark.parametrize("mutant", OF_SPLIT_K)
+def test_errors_in_split_k_are_found(mutant):
+    _finds(lambda seed, source: SplitRun(seed, 5, 11, 2, (2, 3), source), OF_SPLIT_K, mutant)
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)

@@ -33,7 +33,7 @@ PROMOTE_REGISTERS = gl.constexpr([216, 72, 72, 72])  # with a second accumulator
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
 # Words of each stage for a work item: its number, and its place in three numbers, whose meaning depends on the kernel.
-# For a part of a tile also its first step of K, its number of steps, and the part, see ``along_k``.
+# With split-K also its first step of K, its number of steps, and the split, see ``split_of``.
 ITEM_WORDS = gl.constexpr(8)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32
@@ -109,5 +109,5 @@ def read_item(word, layout: gl.constexpr):
 
 @gluon.jit
 def item_word(memory, stage, number: gl.constexpr):
-    """Return a word of a stage: 0 is the work item, 1 to 3 its place, and 4 to 6 describe a part of a tile."""
+    """Return a word of a stage: 0 is the work item, 1 to 3 its place, and 4 to 6 its split of K."""
     return memory[3].index(ITEM_WORDS * stage + number)

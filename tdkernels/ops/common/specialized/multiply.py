@@ -1,6 +1,6 @@
 """Compute tiles from operands in shared memory, in two partitions of four warps.
 
-Neither waits for another program, unless tiles are divided along K, see ``along_k``.
+Neither waits for another program, except with split-K, see ``split_k``.
 
 The number and the place of a work item travel with the first step of its operands, its number also with its output.
 
@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tdkernels.lang.gluon_signals import FOUR_WARPS
-from tdkernels.ops.common.specialized.along_k import give, take
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_N,
     EARLY_STEPS,
@@ -32,6 +31,7 @@ from tdkernels.ops.common.specialized.layout import (
 )
 from tdkernels.ops.common.specialized.output import pass_kept, pass_no_item, pass_nothing, pass_on
 from tdkernels.ops.common.specialized.promote import begin_promoted, end_promoted
+from tdkernels.ops.common.specialized.split_k import add_splits, store_split
 
 
 @gluon.jit
@@ -134,22 +134,22 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _end_part(
-    memory, bars, halves, output, number, kept, part, divided, WHICH: gl.constexpr, EPILOGUE: gl.constexpr,
+def _end_split(
+    memory, bars, halves, output, number, kept, split, splits, WHICH: gl.constexpr, EPILOGUE: gl.constexpr,
     PASS: gl.constexpr,
 ):
-    """Store the sums of a part for the last part of its tile, or pass on a tile, whole or with the sums of its parts.
+    """Store the sums of a split, or pass on a tile: a whole one, or the last split with the sums of the others.
 
     Return (number of halves so far, the half that is kept, its item).
     """
     item, place, prepared = output
     left, right = halves
     kept_item = item * 0 + NO_ITEM
-    if part > 0:
-        give((left, right), part, divided, WHICH)
+    if split > 0:
+        store_split((left, right), split, splits, WHICH)
     else:
-        if part < 0:
-            left, right = take((left, right), part, divided, WHICH)
+        if split < 0:
+            left, right = add_splits((left, right), split, splits, WHICH)
         number, kept = PASS(memory, bars, (left, right), item, place, number, prepared, WHICH, EPILOGUE)
         kept_item = item
     return number, kept, kept_item
@@ -157,23 +157,23 @@ def _end_part(
 
 @gluon.jit
 def _compute(
-    memory, bars, item, place, epilogue, part, divided, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
+    memory, bars, item, place, epilogue, split, splits, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
-    ALONG_K: gl.constexpr,
+    SPLIT_K: gl.constexpr,
 ):
-    """Compute HALF_M rows of a whole tile, or their sums over a part of K. Return the new state.
+    """Compute HALF_M rows of a whole tile, or their sums over a range of K. Return the new state.
 
-    part: (first step of K, number of steps, part) as in ``along_k``
+    split: (first step of K, number of steps, split) as in ``split_of``
     """
-    first, steps, which_part = part
+    first, steps, which_split = split
     halves, loaded, turn, number = _multiply_tile(
         memory, bars, place, epilogue, first, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
     )
     prepared = epilogue if PREPARE is None else (epilogue, loaded)
-    if ALONG_K:
+    if SPLIT_K:
         output = item, place, prepared
-        number, kept, item = _end_part(
-            memory, bars, halves, output, number, state[2], which_part, divided, WHICH, EPILOGUE, PASS
+        number, kept, item = _end_split(
+            memory, bars, halves, output, number, state[2], which_split, splits, WHICH, EPILOGUE, PASS
         )
     else:
         number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
@@ -207,9 +207,9 @@ def _compute_half(
 
 
 @gluon.jit
-def _read_part(memory, stage, steps, ALONG_K: gl.constexpr):
-    """Return (first step of K, number of steps, part) of the work item that begins with a stage."""
-    if ALONG_K:
+def _read_split(memory, stage, steps, SPLIT_K: gl.constexpr):
+    """Return (first step of K, number of steps, split) of the work item that begins with a stage."""
+    if SPLIT_K:
         first = read_item(item_word(memory, stage, 4), FOUR_WARPS)
         count = read_item(item_word(memory, stage, 5), FOUR_WARPS)
         return first, count, read_item(item_word(memory, stage, 6), FOUR_WARPS)
@@ -221,8 +221,8 @@ def _read_part(memory, stage, steps, ALONG_K: gl.constexpr):
 def multiply_partition(
     memory, bars, steps, epilogue, WHICH: gl.constexpr, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PASSES: gl.constexpr, PREPARE: gl.constexpr = None,
-    PROMOTE: gl.constexpr = False, FACTORS: gl.constexpr = None, ALONG_K: gl.constexpr = False,
-    divided=None,
+    PROMOTE: gl.constexpr = False, FACTORS: gl.constexpr = None, SPLIT_K: gl.constexpr = False,
+    splits=None,
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
@@ -235,8 +235,8 @@ def multiply_partition(
     PROMOTE: whether each step is added to a second accumulator, see ``promote``; without W_IS_KN
     FACTORS: None, or with PROMOTE: (place, step of K, WHICH, ``epilogue``) -> the scales of the step, in the form that
         ``load_block_scales`` returns
-    ALONG_K: whether tiles are divided along K, with NO_HALVES
-    divided: as for ``give`` of ``along_k``, with ALONG_K
+    SPLIT_K: whether tiles are split along K, with NO_HALVES
+    splits: as for ``store_split`` of ``split_k``, with SPLIT_K
     """
     has_halves: gl.constexpr = HALF == HALF_COLUMNS or HALF == HALF_ROWS and WHICH == 1
     turn = 0  # steps so far
@@ -250,12 +250,12 @@ def multiply_partition(
         row = read_item(item_word(memory, stage, 1), FOUR_WARPS)
         column = read_item(item_word(memory, stage, 2), FOUR_WARPS)
         place = row, column, read_item(item_word(memory, stage, 3), FOUR_WARPS)
-        part = _read_part(memory, stage, steps, ALONG_K)
+        split = _read_split(memory, stage, steps, SPLIT_K)
         state = turn, number, kept, kept_item
         if (item % 2 if has_halves else 0) == 0:
             turn, number, kept, kept_item = _compute(
-                memory, bars, item, place, epilogue, part, divided, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
-                PROMOTE, FACTORS, ALONG_K,
+                memory, bars, item, place, epilogue, split, splits, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
+                PROMOTE, FACTORS, SPLIT_K,
             )
         else:
             turn, number, kept, kept_item = _compute_half(

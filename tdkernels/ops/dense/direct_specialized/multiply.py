@@ -41,8 +41,8 @@ def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
 
 @gluon.jit
 def multiply_tiles(
-    memory, bars, steps, epilogue, divided, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr,
-    PROMOTE: gl.constexpr, ALONG_K: gl.constexpr,
+    memory, bars, steps, epilogue, splits, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr,
+    PROMOTE: gl.constexpr, SPLIT_K: gl.constexpr,
 ):
     """``multiply_partition`` with scales. SCALING: their kind, "row" or "block", or ""."""
     prepare: gl.constexpr = scales_of_tile if SCALING == "row" else None
@@ -51,5 +51,5 @@ def multiply_tiles(
     pass_tile: gl.constexpr = pass_halves  # Triton 3.6 does not accept the function itself as an argument
     multiply_partition(
         memory, bars, steps, epilogue, WHICH, NO_HALVES, W_IS_KN, apply, pass_tile, 2, prepare, PROMOTE, factors,
-        ALONG_K, divided,
+        SPLIT_K, splits,
     )

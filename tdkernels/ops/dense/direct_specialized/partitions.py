@@ -1,7 +1,6 @@
 """The partitions that load operands and send tiles. Neither waits for another program.
 
-Work items are the tiles, or, if the last ones are divided along K, whole tiles and parts. The number of the tile is
-passed on.
+Work items are the tiles, or with split-K whole tiles and splits. The number of the tile is passed on.
 """
 
 from triton.experimental import gluon
@@ -12,7 +11,6 @@ from tdkernels.lang.context import signal_at
 from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warp, notify_from_warp, request_by_warp
 from tdkernels.lang.memory import await_tma_stores
-from tdkernels.ops.common.specialized.along_k import part_of, piece_of
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     HALF_N,
@@ -25,6 +23,7 @@ from tdkernels.ops.common.specialized.layout import (
     read_item,
 )
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
+from tdkernels.ops.common.specialized.split_k import piece_of, split_of
 from tdkernels.ops.common.specialized.store import store_half
 
 # ---- load ----
@@ -32,40 +31,40 @@ from tdkernels.ops.common.specialized.store import store_half
 
 @gluon.jit
 def _place_of(
-    item, num_items, problem, me, division, RANKS: gl.constexpr, PLACE: gl.constexpr, ALONG_K: gl.constexpr
+    item, num_items, problem, me, last_wave, RANKS: gl.constexpr, PLACE: gl.constexpr, SPLIT_K: gl.constexpr
 ):
-    """Return (tile, its first row in x, its first column, (first step of K, number of steps, part)) of a work item."""
+    """Return (tile, its first row in x, its first column, (first step of K, number of steps, split)) of a work item."""
     # A number beyond the items would divide by 0. Its place is not used.
-    tile, first, count, part = gl.minimum(item, num_items - 1), 0, problem[2], 0
-    if ALONG_K:
-        tile, first, count, part = part_of(tile, problem[2], division)
+    tile, first, count, split = gl.minimum(item, num_items - 1), 0, problem[2], 0
+    if SPLIT_K:
+        tile, first, count, split = split_of(tile, problem[2], last_wave)
     row, col = PLACE(tile, problem, me, RANKS)
-    return tile, row, col, (first, count, part)
+    return tile, row, col, (first, count, split)
 
 
 @gluon.jit
 def load_partition(
-    ctx, operands, memory, bars, num_items, problem, me, division, trace_ptr, first_piece, RANKS: gl.constexpr,
-    W_IS_KN: gl.constexpr, PLACE: gl.constexpr, ALONG_K: gl.constexpr,
+    ctx, operands, memory, bars, num_items, problem, me, last_wave, trace_ptr, first_piece, RANKS: gl.constexpr,
+    W_IS_KN: gl.constexpr, PLACE: gl.constexpr, SPLIT_K: gl.constexpr,
 ):
     """Fetch work items, and load their operands.
 
     problem: what PLACE needs; number 2 is the number of steps of K
-    division: as for ``part_of``
-    first_piece: of first parts in a trace
+    last_wave: as for ``split_of``
+    first_piece: of splits that store sums, in a trace
     PLACE: function (tile, problem, rank, RANKS) -> (first row in x, first column)
-    ALONG_K: whether tiles are divided along K
+    SPLIT_K: whether tiles are split along K
 
     The next item is requested 2 * STAGES steps before the end of the current one. Its place is computed STAGES steps
     before that end. Neither delays loads, because the tensor cores still have loaded steps to multiply.
     """
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    tile, row, col, part = _place_of(item, num_items, problem, me, division, RANKS, PLACE, ALONG_K)
+    tile, row, col, split = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
     while item < num_items:
-        begin_item(memory, bars, tile, (row, col, 0), turn, part=part if ALONG_K else None)
-        first, count, which_part = part
-        piece = piece_of(tile, which_part, first_piece)
+        begin_item(memory, bars, tile, (row, col, 0), turn, split=split if SPLIT_K else None)
+        first, count, which_split = split
+        piece = piece_of(tile, which_split, first_piece)
         mark_by_warps((trace_ptr, piece), "starts", 1)
         mark_by_warps((trace_ptr, piece), "multiplies", 1, (me + 1 + tile % RANKS) % RANKS)
         block, end = (0, row, col, col + HALF_N, 0), first + count
@@ -74,7 +73,7 @@ def load_partition(
         answer = request_by_warp(ctx, 0)
         turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
         item = item_of_warp(answer)
-        tile, row, col, part = _place_of(item, num_items, problem, me, division, RANKS, PLACE, ALONG_K)
+        tile, row, col, split = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
         turn = load_steps(operands, memory, bars, block, True, turn, late, end, NO_HALVES, W_IS_KN)
     end_items(memory, bars, turn)
 

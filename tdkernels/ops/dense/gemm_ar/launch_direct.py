@@ -8,7 +8,7 @@ import torch
 from tdkernels.autotune.invariance import check_leaves
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.common.specialized import division
+from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_ar.kernel_direct import gemm_ar_direct_kernel
 from tdkernels.rounding import cdiv
@@ -52,7 +52,7 @@ def prepare(
     bundles = cdiv(tiles.count(m, n), world_size)
     slots = 2 * bundles * world_size
     tile_bytes = tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + division.num_flags(config))
+    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + launch_split_k.num_flags(config))
     # After ``prepare``, which compares K: otherwise peers with another K would wait for the launch.
     check_leaves("gemm_ar", world_size, weight, config.tiles.block_k)
     z = output_spec(x, m, n, dtype=out_dtype)

@@ -7,7 +7,7 @@ import torch
 
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.common.specialized import division
+from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
 from tdkernels.rounding import cdiv, round_up
@@ -42,16 +42,16 @@ def compile(
     scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
-    divided = division.compiled(x, round_up(config.tiles.count(x.shape[0], weight.shape[0]), world_size))
+    splits = launch_split_k.compiled(x, round_up(config.tiles.count(x.shape[0], weight.shape[0]), world_size))
     ctx, x, z, descs = shared.operands_to_compile(x, config.tiles, world_size, scales)
-    args, constants = arguments(ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales, divided)
+    args, constants = arguments(ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales, splits)
     _kernel().warmup(*args, grid=(1,), **constants)
 
 
-def arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=None, divided=division.NOT_DIVIDED):
+def arguments(ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=None, splits=launch_split_k.NO_SPLITS):
     """Return the arguments and constants of the kernel; see ``launch_direct_specialized.arguments``."""
     args, constants = shared.arguments(
-        ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=scales, divided=divided
+        ctx, x, weight, bias, z, descs, rows, plan, tiles, delay, scales=scales, splits=splits
     )
     return args, {**constants, "PARTS": _PARTS}
 
@@ -68,15 +68,15 @@ def prepare(
     slots = 2 * bundles * world_size
     # The same slots, signals and flags as those of the kernel that is not specialized.
     tile_bytes = tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + division.num_flags(config))
+    plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + launch_split_k.num_flags(config))
     z = output_spec(x, m, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, slots, out_dtype)
     programs = gpu.num_sms(x.device) - gpu.spare_sms
-    divided = division.divided(x, bundles * world_size, bundles)
+    splits = launch_split_k.splits_of(x, bundles * world_size, bundles)
     delay = min(_WAVES * cdiv(programs, world_size), bundles)
-    args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales, divided)
-    items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS) + divided.division.further_items
+    args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales, splits)
+    items = bundles * (world_size + shared.SPLIT + (world_size - 1) * _PARTS) + splits.last_wave.further_items
     constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
-    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z, *divided.made), fixed)
+    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z, *splits.made), fixed)

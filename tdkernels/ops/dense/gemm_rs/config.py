@@ -42,7 +42,7 @@ class GemmRsConfig:
             steps have 128 elements, and outputs have 16 bits. Operands of different fp8 formats are not supported with
             fast accumulation. ``num_warps`` and ``num_stages`` are not used then. Otherwise, and with ``max_ranks`` of
             the batch-invariant mode, the same config runs without it. Results are the same, apart from rounding if the
-            last tiles are divided along K, which is never done in the batch-invariant mode.
+            last tiles are split along K, which is never done in the batch-invariant mode.
     """
 
     method: str = "fused"

@@ -8,7 +8,7 @@ import torch
 from tdkernels.autotune.invariance import check_leaves
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.common.specialized import division
+from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.dense import launch_direct as shared
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.runtime import recorder
@@ -48,7 +48,7 @@ def prepare(
     count = tiles.count(rows, n)  # tiles of one shard
     pieces = world_size * count
     data_bytes = pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, division.num_flags(config))
+    plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config))
     # After ``prepare``, which compares K: otherwise peers with another K would wait for the launch.
     check_leaves("gemm_rs", world_size, weight, config.tiles.block_k)
     z = output_spec(x, rows, n, dtype=out_dtype)

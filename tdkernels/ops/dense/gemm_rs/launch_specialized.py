@@ -7,7 +7,7 @@ import torch
 
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
-from tdkernels.ops.common.specialized import division
+from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
 from tdkernels.runtime import gpu, recorder
@@ -38,10 +38,10 @@ def compile(
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
     count = world_size * config.tiles.count(x.shape[0] // world_size, weight.shape[0])
-    divided = division.compiled(x, count)
+    splits = launch_split_k.compiled(x, count)
     ctx, x, z, descs = shared.operands_to_compile(x, config.tiles, world_size, scales)
     args, constants = shared.arguments(
-        ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales=scales, divided=divided
+        ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales=scales, splits=splits
     )
     _kernel().warmup(*args, grid=(1,), **constants)
 
@@ -57,16 +57,16 @@ def prepare(
     pieces, out_dtype = world_size * tiles.count(rows, n), out_dtype_of(x, scales)
     # The same slots and signals as those of the kernel that is not specialized.
     data_bytes = pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, division.num_flags(config))
-    divided = division.divided(x, pieces, 0)
+    plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config))
+    splits = launch_split_k.splits_of(x, pieces, 0)
     z = output_spec(x, rows, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, pieces, out_dtype)
     args, constants = shared.arguments(
-        workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales, divided=divided,
+        workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales, splits=splits,
     )
-    items = pieces + pieces // world_size * shared.SPLIT + divided.division.further_items
+    items = pieces + pieces // world_size * shared.SPLIT + splits.last_wave.further_items
     constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
     grid = (gpu.num_sms(x.device) - gpu.spare_sms,)
-    return Launch(workspace, _kernel(), grid, args, constants, operands, (z, *divided.made), fixed)
+    return Launch(workspace, _kernel(), grid, args, constants, operands, (z, *splits.made), fixed)

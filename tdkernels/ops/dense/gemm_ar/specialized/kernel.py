@@ -14,8 +14,8 @@ When there are no more tiles to multiply, the warps that multiply exchange, too.
 Progress (invariant 1): only the warps that exchange wait for other programs. An item that adds waits for tiles that the
 other warps compute and send, on any rank. An item that receives waits for items that add, on a peer, which have smaller
 numbers. Both kinds of work items come from queues, so that programs that have started process all of them. None of the
-warps that load, multiply and send tiles waits for the exchange. If the last tiles are divided along K, the warps that
-multiply wait for each other, see ``along_k``.
+warps that load, multiply and send tiles waits for the exchange. With split-K, the warps that multiply wait for
+each other, see ``split_k``.
 """
 
 from triton.experimental import gluon
@@ -40,22 +40,22 @@ from tdkernels.ops.dense.gemm_ar.specialized.places import grid_of, place_of_ite
 
 @gluon.jit
 def _multiply_and_exchange(
-    exchange, memory, bars, steps, epilogue, divided, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr,
-    PROMOTE: gl.constexpr, ALONG_K: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
+    exchange, memory, bars, steps, epilogue, splits, WHICH: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr,
+    PROMOTE: gl.constexpr, SPLIT_K: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
     RANKS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):
     """Compute half of the rows of each tile. After the last tile, exchange."""
-    multiply_tiles(memory, bars, steps, epilogue, divided, WHICH, W_IS_KN, SCALING, PROMOTE, ALONG_K)
+    multiply_tiles(memory, bars, steps, epilogue, splits, WHICH, W_IS_KN, SCALING, PROMOTE, SPLIT_K)
     exchange_partition(exchange, ROWS, SPLIT, PARTS, RANKS, HAS_BIAS, 4)
 
 
 @gluon_jit(do_not_specialize=[
-    "M", "N", "K", "plan", "group_m", "whole", "count", "parts", "first_flag", "delay",
+    "M", "N", "K", "plan", "group_m", "whole_tiles", "split_tiles", "num_splits", "first_flag", "delay",
 ])
 def gemm_ar_specialized_kernel(
-    ctx, x_desc, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, divided_ptr,
+    ctx, x_desc, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, sums_ptr,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
-    M, N, K, plan, group_m, whole, count, parts, first_flag, delay,
+    M, N, K, plan, group_m, whole_tiles, split_tiles, num_splits, first_flag, delay,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr,
     W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
     PROMOTE: gl.constexpr = False, trace_ptr=None,
@@ -65,7 +65,7 @@ def gemm_ar_specialized_kernel(
     x_desc: tensor descriptor of [1, M, K] with blocks [1, HALF_M, BLOCK_K]
     w_desc to w_scale_ptr, SCALING to PROMOTE: as for ``gemm_rs_specialized_kernel``
     desc1, desc2, ...: of the data of rank + 1, rank + 2, ..., rank: [halves, rows, BLOCK_N] with [1, HALF_M, HALF_N]
-    divided_ptr, whole to first_flag: as for ``gemm_rs_specialized_kernel``
+    sums_ptr, whole_tiles to first_flag: as for ``gemm_rs_specialized_kernel``
     delay: bundles by which the sums of peers are received later than this rank's tiles are added; at most their number
     ROWS: rows of a tile that two warps add at a time
     SPLIT, PARTS: row blocks of a tile that are added, and received, as separate work items
@@ -84,11 +84,11 @@ def gemm_ar_specialized_kernel(
     exchanged = bundles * (SPLIT + (RANKS - 1) * PARTS)
     num_items = gl.where(signal != 0, exchanged, 0)
     first_piece = bundles * RANKS + exchanged
-    division = whole, count, parts
-    divided = divided_ptr, ctx, first_flag, signal, parts, trace_ptr, first_piece
-    ALONG_K: gl.constexpr = divided_ptr is not None
-    if ALONG_K:
-        num_tiles += gl.where(signal != 0, count * (parts - 1), 0)
+    last_wave = whole_tiles, split_tiles, num_splits
+    splits = sums_ptr, ctx, first_flag, signal, num_splits, trace_ptr, first_piece
+    SPLIT_K: gl.constexpr = sums_ptr is not None
+    if SPLIT_K:
+        num_tiles += gl.where(signal != 0, split_tiles * (num_splits - 1), 0)
     memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
@@ -101,14 +101,14 @@ def gemm_ar_specialized_kernel(
             (
                 _multiply_and_exchange,
                 (
-                    exchange, memory, bars, steps, epilogue, divided, 0, W_IS_KN, SCALING, PROMOTE, ALONG_K, ROWS,
+                    exchange, memory, bars, steps, epilogue, splits, 0, W_IS_KN, SCALING, PROMOTE, SPLIT_K, ROWS,
                     SPLIT, PARTS, RANKS, HAS_BIAS,
                 ),
             ),
             (
                 _multiply_and_exchange,
                 (
-                    exchange, memory, bars, steps, epilogue, divided, 1, W_IS_KN, SCALING, PROMOTE, ALONG_K, ROWS,
+                    exchange, memory, bars, steps, epilogue, splits, 1, W_IS_KN, SCALING, PROMOTE, SPLIT_K, ROWS,
                     SPLIT, PARTS, RANKS, HAS_BIAS,
                 ),
             ),
@@ -116,8 +116,8 @@ def gemm_ar_specialized_kernel(
             (
                 load_partition,
                 (
-                    ctx, operands, memory, bars, num_tiles, problem, me, division, trace_ptr, first_piece, RANKS,
-                    W_IS_KN, place, ALONG_K,
+                    ctx, operands, memory, bars, num_tiles, problem, me, last_wave, trace_ptr, first_piece, RANKS,
+                    W_IS_KN, place, SPLIT_K,
                 ),
             ),
             (send_partition, (ctx, memory, bars, descs, 2 * bundles, half, signal, me, trace_ptr, RANKS)),

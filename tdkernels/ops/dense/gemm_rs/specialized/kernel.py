@@ -12,8 +12,8 @@ So storing, sending and signalling a tile, and the sums, overlap with the main l
 
 Progress (invariant 1): only the warps that add wait for other programs, and only for tiles that the other warps
 compute and send, on any rank. Both kinds of work items come from queues, so that programs that have started compute all
-tiles. None of these warps waits for those that add. If the last tiles are divided along K, the warps that multiply wait
-for each other, see ``along_k``.
+tiles. None of these warps waits for those that add. With split-K, the warps that multiply wait for each other, see
+``split_k``.
 """
 
 from triton.experimental.gluon import language as gl
@@ -38,12 +38,12 @@ from tdkernels.ops.dense.gemm_rs.specialized.places import place_of_item
 
 
 @gluon_jit(do_not_specialize=[
-    "M_shard", "N", "K", "plan", "group_m", "whole", "count", "parts", "first_flag", "segment_rows",
+    "M_shard", "N", "K", "plan", "group_m", "whole_tiles", "split_tiles", "num_splits", "first_flag", "segment_rows",
 ])
 def gemm_rs_specialized_kernel(
-    ctx, x_desc, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, divided_ptr,
+    ctx, x_desc, w_desc, bias_ptr, x_scale_ptr, w_scale_ptr, z_ptr, sums_ptr,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8,
-    M_shard, N, K, plan, group_m, whole, count, parts, first_flag, segment_rows,
+    M_shard, N, K, plan, group_m, whole_tiles, split_tiles, num_splits, first_flag, segment_rows,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr, W_IS_KN: gl.constexpr,
     SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
     trace_ptr=None,
@@ -54,8 +54,8 @@ def gemm_rs_specialized_kernel(
     w_desc: of [N, K] with blocks [HALF_N, BLOCK_K]; W_IS_KN: of [K, N] with [BLOCK_K, HALF_N]
     x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None
     desc1, desc2, ...: of the data of rank + 1, rank + 2, ..., rank: [halves, rows, BLOCK_N] with [1, HALF_M, HALF_N]
-    divided_ptr: sums in fp32 of the tiles that are divided along K, or None: no tile is
-    whole, count, parts: the division of the tiles, see ``along_k``; first_flag: number of the first of its flags
+    sums_ptr: sums in fp32 of the tiles that are split along K, or None: no tile is
+    whole_tiles, split_tiles, num_splits: see ``split_of``; first_flag: number of the first of its flags
     ROWS: rows of a tile that are added at a time
     SPLIT: row blocks of a tile that are added as separate work items
     SCALING: kind of scales, "row" or "block", or ""
@@ -71,11 +71,11 @@ def gemm_rs_specialized_kernel(
     num_tiles = gl.where(signal != 0, tiles, 0)
     num_items, num_sums = num_tiles * RANKS, num_tiles * SPLIT
     first_piece = tiles * (RANKS + SPLIT)
-    division = whole, count, parts
-    divided = divided_ptr, ctx, first_flag, signal, parts, trace_ptr, first_piece
-    ALONG_K: gl.constexpr = divided_ptr is not None
-    if ALONG_K:
-        num_items += gl.where(signal != 0, count * (parts - 1), 0)
+    last_wave = whole_tiles, split_tiles, num_splits
+    splits = sums_ptr, ctx, first_flag, signal, num_splits, trace_ptr, first_piece
+    SPLIT_K: gl.constexpr = sums_ptr is not None
+    if SPLIT_K:
+        num_items += gl.where(signal != 0, split_tiles * (num_splits - 1), 0)
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
@@ -88,14 +88,14 @@ def gemm_rs_specialized_kernel(
     sums = ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me, trace_ptr
     gl.warp_specialize(
         [
-            (multiply_tiles, (memory, bars, steps, epilogue, divided, 0, W_IS_KN, SCALING, PROMOTE, ALONG_K)),
-            (multiply_tiles, (memory, bars, steps, epilogue, divided, 1, W_IS_KN, SCALING, PROMOTE, ALONG_K)),
+            (multiply_tiles, (memory, bars, steps, epilogue, splits, 0, W_IS_KN, SCALING, PROMOTE, SPLIT_K)),
+            (multiply_tiles, (memory, bars, steps, epilogue, splits, 1, W_IS_KN, SCALING, PROMOTE, SPLIT_K)),
             (add_partition, (sums, ROWS, SPLIT, RANKS, HAS_BIAS)),
             (
                 load_partition,
                 (
-                    ctx, operands, memory, bars, num_items, problem, me, division, trace_ptr, first_piece, RANKS,
-                    W_IS_KN, place, ALONG_K,
+                    ctx, operands, memory, bars, num_items, problem, me, last_wave, trace_ptr, first_piece, RANKS,
+                    W_IS_KN, place, SPLIT_K,
                 ),
             ),
             (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS)),
