@@ -42,16 +42,25 @@ def agreed_signal(signal):
 
 
 @gluon.jit
-def notify_from_warp(ctx, signal_ptr, peer, value):
+def notify_from_warp(ctx, signal_ptr, peer, value, CHECK_FAILED: gl.constexpr = False):
     """``notify`` in a partition of one warp, after the TMA stores of that warp.
 
     ``await_tma_stores`` comes first. ``value`` is not 0.
     """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;"
-        " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,l,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value)], dtype=gl.int32, is_pure=False, pack=1,
-    )
+    if CHECK_FAILED:
+        lane = gl.where(failed(ctx), 32, 0)  # the one that stores, or none
+        gl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, $3;"
+            " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l,r,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value), lane], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;"
+            " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value)], dtype=gl.int32, is_pure=False, pack=1,
+        )
 
 
 @gluon.jit
@@ -162,7 +171,7 @@ def add_release_by_warps(ptr, WARPS: gl.constexpr):
 
 @gluon.jit
 def raise_by_warps(flag_ptr, value, WARPS: gl.constexpr):
-    """Store ``value`` in a flag of this GPU, after all earlier stores of a partition of WARPS warps."""
+    """Store ``value`` in a flag with release order at GPU scope, after the stores of a partition of WARPS warps."""
     partition_barrier()
     gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first st.release.gpu.global.b64 [$1], $2; mov.b32 $0, 0; }",
@@ -172,7 +181,7 @@ def raise_by_warps(flag_ptr, value, WARPS: gl.constexpr):
 
 @gluon.jit
 def clear_by_warps(flag_ptr, WARPS: gl.constexpr):
-    """Set a flag of this GPU to 0 again, in a partition of WARPS warps that has waited with ``wait_for_rank``."""
+    """Set a flag to 0 again (relaxed), in a partition of WARPS warps that has waited for it with ``wait_for_rank``."""
     gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0; }",
         "=r,l,l,r,~{memory}", [flag_ptr, _wide(0), _threads(WARPS)], dtype=gl.int32, is_pure=False, pack=1,

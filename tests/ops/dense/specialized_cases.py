@@ -101,34 +101,51 @@ def has_the_bits_of_the_plain_kernel(operator, repeats, by_turns=False):
     tdkernels.synchronize()
 
 
-def replays_in_a_graph(operator):
-    """Check replays of a CUDA graph of three calls with new operands."""
+def replays_in_a_graph(operator, k=448, expected=PLAIN):
+    """Check replays of a CUDA graph of three calls with new operands. ``expected``: config of eager calls."""
     rows = 256 * dist.get_world_size() if operator == "gemm_rs" else 1000
-    x = torch.empty(rows, 448, device=device(), dtype=torch.bfloat16)
-    weight = torch.randn(528, 448, device=device(), dtype=torch.bfloat16)
+    x = torch.empty(rows, k, device=device(), dtype=torch.bfloat16)
+    weight = torch.randn(528, k, device=device(), dtype=torch.bfloat16)
     run = lambda config: call(operator, x, weight, None, config)  # noqa: E731
     run(CONFIG)
-    specialized_support.replays_in_a_graph(x.normal_, lambda: run(CONFIG), lambda: run(PLAIN))
+    specialized_support.replays_in_a_graph(x.normal_, lambda: run(CONFIG), lambda: run(expected))
 
 
-def splits_tiles_along_k(operator, repeats):
-    """Check many calls with random operands and poisoned memory whose tiles are split along K."""
-    ranks = dist.get_world_size()
-    shapes = [(200, 528, 3200), (390, 272, 6400), (600, 528, 4104), (512, 784, 8192)]
-    delays = random.Random(dist.get_rank())
+def replays_split_k_in_a_graph(operator):
+    """Check replays of calls whose tiles are split along K. The bits are those of eager calls."""
+    with specialized_support.chosen_splits() as found, specialized(operator):
+        replays_in_a_graph(operator, 4096, CONFIG)
+    assert found[0].num_splits > 1
+
+
+def splits_tiles_along_k(operator, repeats, by_turns=False):
+    """Check many calls with random operands and poisoned memory whose last tiles are split along K.
+
+    The last shape has whole tiles, too, more than a wave in all. ``by_turns``: one of the ranks runs the kernel that is
+    not specialized.
+    """
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    large = (1152, 2320, 6400) if operator == "gemm_rs" else (2000, 2320, 6400)
+    shapes = [(200, 528, 3200), (390, 272, 6400), (600, 528, 4104), (512, 784, 8192), large]
+    delays = random.Random(me)
     for number in range(repeats):
         rows, n, k = shapes[number % len(shapes)]
         rows = rows * ranks if operator == "gemm_rs" else rows
+        is_plain = by_turns and number % ranks == me
         x = torch.randn(rows, k, device=device(), dtype=torch.bfloat16)
         weight = torch.randn(n, k, device=device(), dtype=torch.bfloat16)
         bias = torch.randn(n, device=device(), dtype=torch.bfloat16) if number % 3 else None
         poison = [torch.full((48 << 20,), torch.nan, device=device(), dtype=torch.bfloat16) for _ in range(2)]
         del poison
         time.sleep(delays.uniform(0, 0.002))
-        with specialized_support.chosen_splits() as found, specialized(operator):
-            z = call(operator, x, weight, bias, CONFIG)
-        assert len(found) == 1 and found[0].num_splits > 1, found
-        again = [call(operator, x, weight, bias, CONFIG) for _ in range(2)]
+        with specialized_support.chosen_splits() as found, specialized(operator, not is_plain):
+            with pytest.MonkeyPatch.context() as patch:
+                if is_plain:
+                    patch.setattr(LAUNCHES[operator].launch_specialized, "supports", lambda *_: False)
+                z, *again = (call(operator, x, weight, bias, CONFIG) for _ in range(3))
+        if not is_plain:
+            assert len(found) == 1 and found[0].num_splits > 1, found
+            assert (found[0].whole_tiles > 0) == ((rows, n, k)[1:] == large[1:]), found
         plain = call(operator, x, weight, bias, PLAIN)
         assert torch.equal(z, again[0]) and torch.equal(z, again[1]), f"call {number}, rows={rows} n={n} k={k}"
         assert (z.float() - plain.float()).norm() < 4e-3 * plain.float().norm()
@@ -136,7 +153,7 @@ def splits_tiles_along_k(operator, repeats):
 
 
 def is_not_split_in_the_batch_invariant_mode(operator):
-    """Check that a row has the same bits in a call with few rows, whose tiles would be split otherwise."""
+    """Check that no tile is split in the batch-invariant mode, in a call that splits tiles otherwise."""
     x = torch.randn(1024, 4096, device=device(), dtype=torch.bfloat16)
     weight = torch.randn(272, 4096, device=device(), dtype=torch.bfloat16)
     config = fields_of(operator)

@@ -1,6 +1,8 @@
 """One program of each warp-specialized kernel, for ``specialized_protocol``."""
 
+import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 from tdkernels.ops.dense.ag_gemm.specialized import partitions as ag_gemm_partitions
@@ -16,6 +18,7 @@ class GemmRsRun(Run):
     """A program of ``gemm_rs_specialized_kernel``; its work items belong to the ranks in turns."""
 
     partitions = gemm_rs_places, direct_partitions
+    in_order = True  # whether tiles are signalled in order
 
     def __init__(self, seed, items, steps, ranks, source=None, promotes=False):
         self.ranks, self.promotes = ranks, promotes
@@ -23,7 +26,8 @@ class GemmRsRun(Run):
 
     def __call__(self):
         super().__call__()
-        assert [entry[1] for entry in self.sent if entry[0] == "signal"] == list(range(self.items))
+        signals = [entry[1] for entry in self.sent if entry[0] == "signal"]
+        assert (signals if self.in_order else sorted(signals)) == list(range(self.items))
         self.check_marks(lambda item: ["stores"] if item % self.ranks == self.ranks - 1 else ["pushes"])
 
     def threads(self):
@@ -40,7 +44,9 @@ class GemmRsRun(Run):
             )
 
         def send():
-            self.code["send_partition"](None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks)
+            self.code["send_partition"](
+                None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks, self.last_wave[1] > 0
+            )
             self.closed = True
 
         splits = (7, None, 5, 9, self.last_wave[2], self.trace, self.items) if self.last_wave[1] else None
@@ -67,27 +73,47 @@ class GemmRsRun(Run):
     def place_of_output(self, desc, row):
         return row // BLOCK_M * self.ranks + desc.step, row % BLOCK_M // HALF_M
 
-    def _signal(self, ctx, slot, owner, value):
+    def _signal(self, ctx, slot, owner, value, CHECK_FAILED):  # noqa: N803
+        assert CHECK_FAILED == (self.last_wave[1] > 0)
         item = slot * self.ranks + (owner - 1) % self.ranks
         assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
         self.sent.append(("signal", item))
 
 
 class SplitRun(GemmRsRun):
-    """A program of ``gemm_rs_specialized_kernel`` that splits its last tiles along K.
+    """Programs of ``gemm_rs_specialized_kernel`` that split the last tiles along K.
 
     last_wave: (number of split tiles, number of their splits)
+    programs: number of programs, which share a queue
+    first: the first of these programs
     """
 
-    def __init__(self, seed, items, steps, ranks, last_wave, source=None, promotes=False):
+    in_order = False
+
+    def __init__(self, seed, items, steps, ranks, last_wave, programs, source=None, promotes=False, first=None):
         split_tiles, num_splits = last_wave
         self.last_wave = items - split_tiles, split_tiles, num_splits
-        self.sums, self.flags = {}, set()
         super().__init__(seed, items, steps, ranks, source, promotes)
+        if first is None:
+            self.queue, self.sums, self.flags = itertools.count(), {}, {}
+            options = seed, items, steps, ranks, last_wave, 1, source, promotes
+            self.programs = [self, *(SplitRun(*options, first=self) for _ in range(programs - 1))]
+        else:
+            for name in ("schedule", "queue", "sums", "flags", "sent", "marks"):
+                setattr(self, name, getattr(first, name))
 
     def __call__(self):
         super().__call__()
-        assert not self.flags, "a flag is set after the launch"
+        assert not self.flags and not self.sums, "sums are not added, or their flags not cleared"
+
+    def threads(self):
+        found = {}
+        for number, run in enumerate(self.programs):
+            threads = super(SplitRun, run).threads()
+            if run is not self:
+                threads |= {"loads": partial(run._engine, run.loads), "stores": partial(run._engine, run.stores)}
+            found |= {f"program {number} {name}": function for name, function in threads.items()}
+        return found
 
     def check_marks(self, of_output):
         _, split_tiles, num_splits = self.last_wave
@@ -99,13 +125,19 @@ class SplitRun(GemmRsRun):
         return super().names() | {
             "_pointers": lambda ptr, number, which: _Place(number, which), "flag_at": lambda ctx, number: number,
             "rank": lambda ctx: 0, "raise_by_warps": self._raise, "clear_by_warps": self._clear,
-            "wait_for_rank": lambda ctx, flag, signal, peer, warps: self.schedule.until(lambda: flag in self.flags),
+            "wait_for_rank": self._await_flag,
         }
 
     def _code(self, source):
         code = super()._code(source)
         code["gl"].store, code["gl"].load = self._store_sums, self._load_sums
         return code
+
+    def _item(self, answer):
+        return next(self.queue)
+
+    def _await_flag(self, ctx, flag, signal, peer, warps):
+        self.schedule.until(lambda: self.flags.get(flag) == signal)
 
     def _store_sums(self, place, half):
         self.schedule.until()
@@ -122,12 +154,12 @@ class SplitRun(GemmRsRun):
         assert flag not in self.flags, "a flag is set twice"
         number, which = (flag - 5) // 2, (flag - 5) % 2
         assert all(_Place(number, which, side) in self.sums for side in range(2)), "a flag is set before the sums are"
-        self.flags.add(flag)
+        self.flags[flag] = signal
 
     def _clear(self, flag, warps):
         self.schedule.until()
-        assert flag in self.flags
-        self.flags.remove(flag)
+        assert flag in self.flags, "a flag is cleared that is not set"
+        del self.flags[flag]
 
 
 @dataclass(frozen=True)

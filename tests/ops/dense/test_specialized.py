@@ -51,7 +51,13 @@ def test_ranks_with_different_kernels(operator, world_size):
 @each_operator
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_split_k(operator, world_size):
-    on_ranks(world_size, cases.splits_tiles_along_k, operator, 24)
+    on_ranks(world_size, cases.splits_tiles_along_k, operator, 25)
+
+
+@on_hopper
+@each_operator
+def test_split_k_on_some_ranks(operator):
+    on_ranks(2, cases.splits_tiles_along_k, operator, 10, by_turns=True)
 
 
 @on_hopper
@@ -64,6 +70,12 @@ def test_no_split_k_in_the_batch_invariant_mode(operator):
 @each_operator
 def test_graph(operator):
     on_ranks(2, cases.replays_in_a_graph, operator)
+
+
+@on_hopper
+@each_operator
+def test_split_k_in_a_graph(operator):
+    on_ranks(2, cases.replays_split_k_in_a_graph, operator)
 
 
 @on_hopper

@@ -23,10 +23,11 @@ def test_gemm_rs_in_any_order(items, steps, ranks, promotes):
 @pytest.mark.parametrize("items, steps, last_wave", [
     (1, 8, (1, 2)), (3, 9, (1, 4)), (5, 8, (2, 2)), (5, 11, (2, 3)), (4, 9, (4, 3)),
 ])
+@pytest.mark.parametrize("programs", [1, 2, 3])
 @each_sum
-def test_split_k_in_any_order(items, steps, last_wave, promotes):
+def test_split_k_in_any_order(items, steps, last_wave, programs, promotes):
     for seed in range(SEEDS):
-        SplitRun(seed, items, steps, 2, last_wave, promotes=promotes)()
+        SplitRun(seed, items, steps, 2, last_wave, programs, promotes=promotes)()
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
@@ -142,6 +143,10 @@ OF_SPLIT_K = {
         "    for side in gl.static_range(2):\n        gl.store(", "    raise_by_warps(flag_at(ctx, first_flag + 2 * "
         "(split - 1) + WHICH), signal, 4)\n    for side in gl.static_range(2):\n        gl.store(",
     ),
+    "the last split does not wait": ("        wait_for_rank(ctx, flag, signal, rank(ctx), 4)", "        pass"),
+    "the last split waits for the other rows": (
+        "first_flag + 2 * number + WHICH", "first_flag + 2 * number + 1 - WHICH",
+    ),
     "a flag is not cleared": ("        clear_by_warps(flag, 4)\n", ""),
     "a split is passed on": ("    if split > 0:\n        store", "    if split > 9:\n        store"),
     "a split that is not passed on is kept": ("    kept_item = item * 0 + NO_ITEM\n", "    kept_item = item\n"),
@@ -152,7 +157,7 @@ OF_SPLIT_K = {
 
 @pytest.mark.parametrize("mutant", OF_SPLIT_K)
 def test_errors_in_split_k_are_found(mutant):
-    _finds(lambda seed, source: SplitRun(seed, 5, 11, 2, (2, 3), source), OF_SPLIT_K, mutant)
+    _finds(lambda seed, source: SplitRun(seed, 5, 11, 2, (2, 3), 2, source), OF_SPLIT_K, mutant)
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GEMM_RS)

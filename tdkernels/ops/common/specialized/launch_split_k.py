@@ -13,8 +13,8 @@ from tdkernels.runtime.kernel_launch import output_spec
 
 _MAX_SUMS = 256  # of a launch, of 128 KiB each
 _MAX_SPLITS = 8
-# In steps of K, about 0.6 us: of each tile, of split-K at all, and of each split of a tile. Fitted to `gemm_rs` and
-# `gemm_ar` with 2, 4 and 8 ranks on H200.
+# Costs in steps of K (a step takes about 0.6 us): per tile, per launch with split-K, per split of a tile. Fitted to
+# `gemm_rs` and `gemm_ar` with 2, 4 and 8 ranks on H200.
 _TILE_STEPS, _SPLIT_K_STEPS, _SPLIT_STEPS = 1, 16, 4
 _LEAST_STEPS = 16  # of a split
 _LEAST_GAIN = 0.05  # of the time of the launch by the model, otherwise tiles are not split
@@ -53,7 +53,7 @@ class Splits(NamedTuple):
     first_flag: int
 
     @property
-    def made(self) -> tuple[Any, ...]:
+    def output_specs(self) -> tuple[Any, ...]:
         """The tensors that each launch allocates."""
         return () if self.sums is None else (self.sums,)
 

@@ -5,8 +5,12 @@ into equal ranges, each a work item: split 0 of all split tiles, then split 1, a
 tile store their sums, in fp32, in memory of this GPU. The last split waits for them, adds them to its own in the order
 of the splits, and passes on the tile. So results have the same bits in every run.
 
-Progress (invariant 1): the last split of a tile waits for splits with smaller numbers. So programs have fetched them,
-and these splits wait for nothing.
+Progress (invariant 1): an item waits only for items with smaller numbers: for the other splits of its tile, and for
+earlier items of its program. Programs that have started have fetched all of them, so the smallest item that is not
+complete can always run.
+
+Failures (invariant 5): if a wait gives up, the sums are not valid. So a tile with splits is signalled only if the group
+has not failed.
 """
 
 from triton.experimental import gluon

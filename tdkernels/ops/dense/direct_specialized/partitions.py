@@ -1,6 +1,7 @@
 """The partitions that load operands and send tiles. Neither waits for another program.
 
-Work items are the tiles, or with split-K whole tiles and splits. The number of the tile is passed on.
+With split-K a tile that is sent may depend on other programs, for which the partitions that multiply have waited. Work
+items are then whole tiles and splits, otherwise the tiles. The number of the tile is passed on.
 """
 
 from triton.experimental import gluon
@@ -51,7 +52,7 @@ def load_partition(
 
     problem: what PLACE needs; number 2 is the number of steps of K
     last_wave: as for ``split_of``
-    first_piece: of splits that store sums, in a trace
+    first_piece: number of the first split that stores sums, in a trace
     PLACE: function (tile, problem, rank, RANKS) -> (first row in x, first column)
     SPLIT_K: whether tiles are split along K
 
@@ -82,7 +83,9 @@ def load_partition(
 
 
 @gluon.jit
-def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, trace_ptr, RANKS: gl.constexpr):
+def send_partition(
+    ctx, memory, bars, descs, per_source, half, signal, me, trace_ptr, RANKS: gl.constexpr, SPLIT_K: gl.constexpr
+):
     """Send each tile to its owner, wait until it has arrived, and set its signal there.
 
     Work item number ``item`` belongs to rank + 1 + ``item % RANKS``. Its slot and its signal there have the number
@@ -110,7 +113,7 @@ def send_partition(ctx, memory, bars, descs, per_source, half, signal, me, trace
             mbarrier.arrive(bars.index(OUT_FREE), count=1)
         await_tma_stores()
         # waiter: the partition of the owner that adds the partials of this tile
-        notify_from_warp(ctx, signal_at(ctx, half, slot), (me + 1 + step) % RANKS, signal)
+        notify_from_warp(ctx, signal_at(ctx, half, slot), (me + 1 + step) % RANKS, signal, CHECK_FAILED=SPLIT_K)
         mark_by_warps((trace_ptr, item), "ends", 1)
         mbarrier.wait(bars.index(OUT_FULL), 0)
         item = read_item(sent.index(0), ONE_WARP)

@@ -32,6 +32,7 @@ class GemmArConfig:
         item_tiles: Number of tiles in a group, which is sent with one signal. Not used by "one_shot" on one node, nor
             by transport "direct".
         split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot" on one node.
+            ``warp_specialize`` selects its own.
         transport: Of "two_shot" on one node. "forward" stages partial tiles, and other work items copy them to the
             owner. With "direct" the program that computed a tile sends it while it computes the next one, and other
             programs add the partials and send the sums.
@@ -39,7 +40,8 @@ class GemmArConfig:
             reserves only those that the last round of tiles leaves idle. At the end all multiprocessors add and send.
         warp_specialize: Whether different warps of a program may load, multiply, send and add, with transport "direct".
             They do so for the operands for which ``GemmRsConfig.warp_specialize`` has an effect. ``num_comm_sms``, and
-            ``num_warps`` and ``num_stages`` of the tiles, are not used then. Results are the same.
+            ``num_warps`` and ``num_stages`` of the tiles, are not used then. Results are the same, apart from rounding
+            as described there.
     """
 
     method: str = "fused"

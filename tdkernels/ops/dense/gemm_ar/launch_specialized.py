@@ -79,4 +79,4 @@ def prepare(
     constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
-    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z, *splits.made), fixed)
+    return Launch(workspace, _kernel(), (programs,), args, constants, operands, (z, *splits.output_specs), fixed)

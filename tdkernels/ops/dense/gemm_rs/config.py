@@ -33,7 +33,8 @@ class GemmRsConfig:
             ``warp_specialize`` other warps, add the partials. "one_shot" has one program per tile and K split, and a
             tile covers all rows, for small M. On several nodes it is always "forward".
         item_tiles: Number of tiles in a group, which is sent with one signal. Only used by "forward".
-        split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
+        split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot";
+            ``warp_specialize`` selects its own.
         pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
             "parts" uses.
         warp_specialize: Whether different warps of a program may load, multiply, send and add, with transport "direct".

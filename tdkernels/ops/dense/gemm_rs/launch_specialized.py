@@ -69,4 +69,4 @@ def prepare(
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
     grid = (gpu.num_sms(x.device) - gpu.spare_sms,)
-    return Launch(workspace, _kernel(), grid, args, constants, operands, (z, *splits.made), fixed)
+    return Launch(workspace, _kernel(), grid, args, constants, operands, (z, *splits.output_specs), fixed)

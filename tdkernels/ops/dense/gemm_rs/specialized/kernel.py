@@ -98,7 +98,7 @@ def gemm_rs_specialized_kernel(
                     W_IS_KN, place, SPLIT_K,
                 ),
             ),
-            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS)),
+            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS, SPLIT_K)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,
