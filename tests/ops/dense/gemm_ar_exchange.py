@@ -17,7 +17,7 @@ import numpy as np
 from tdkernels.ops.dense.direct_specialized import add
 from tdkernels.ops.dense.gemm_ar.specialized import exchange, kernel, places
 from tdkernels.rounding import cdiv
-from tests.ops.dense.specialized_protocol import Schedule
+from tests.support.thread_schedule import Schedule
 
 BLOCK_M, BLOCK_N, SPLIT, PARTS, ROWS = 8, 4, 4, 2, 1
 SIGNAL, HALF = 7, 1

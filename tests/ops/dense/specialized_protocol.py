@@ -10,13 +10,13 @@ A partition is one thread here, so barriers among the warps of a partition are n
 
 import ast
 import itertools
-import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 from tdkernels.ops.common.specialized import layout, load, multiply, output, promote, split_k, store
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES
+from tests.support.thread_schedule import Schedule
 
 (BLOCK_M, BLOCK_N), BLOCK_K = SPECIALIZED_TILE, STEP_BYTES // 2  # of operands in 16 bits
 HALF_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2
@@ -37,68 +37,6 @@ def source_of(*partitions):
     """Return the source of all functions that the partitions of a kernel run. Later modules replace functions."""
     modules = load, output, promote, split_k, multiply, store, *partitions
     return "\n".join([functions_of(layout, "await_operands"), *(Path(each.__file__).read_text() for each in modules)])
-
-
-class Stuck(AssertionError):
-    """All threads wait."""
-
-
-class Schedule:
-    """Run threads one at a time, in an order that depends on a seed."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.turn = threading.Condition()
-        self.waiting, self.running, self.errors, self.speeds = {}, None, [], {}
-
-    def start(self, functions):
-        """Run functions to their end. Raise the first error, or Stuck."""
-        threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in functions.items()]
-        self.waiting = {name: lambda: True for name in functions}
-        # Some threads are slow: threads of equal speed would hardly ever overtake each other.
-        self.speeds = {name: self.random.choice([1, 0.1, 0.01]) for name in functions}
-        for thread in threads:
-            thread.start()
-        with self.turn:
-            self._next()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-
-    def until(self, condition=lambda: True):
-        """Let other threads run. Return when it is this thread's turn and ``condition()`` is true."""
-        name = threading.current_thread().name
-        with self.turn:
-            self.waiting[name] = condition
-            self._next()
-            self._await(name)
-
-    def _run(self, name, function):
-        threading.current_thread().name = name
-        try:
-            with self.turn:
-                self._await(name)
-            function()
-        except BaseException as error:
-            self.errors.append(error)
-        with self.turn:
-            self._next()
-
-    def _await(self, name):
-        self.turn.wait_for(lambda: self.running == name or self.errors)
-        if self.errors:
-            raise Stuck("another thread failed")
-        del self.waiting[name]
-
-    def _next(self):
-        ready = [name for name, condition in self.waiting.items() if condition()]
-        self.running = self.random.choices(ready, [self.speeds[name] for name in ready])[0] if ready else None
-        if self.waiting and not ready:
-            self.errors.append(Stuck(f"all wait: {sorted(self.waiting)}"))
-        if not ready or self.errors:
-            self.running = None
-        self.turn.notify_all()
 
 
 class Barrier:

@@ -1,4 +1,4 @@
-"""One program of each warp-specialized kernel, for ``specialized_protocol``."""
+"""Programs of each warp-specialized kernel, for ``specialized_protocol``."""
 
 import itertools
 from dataclasses import dataclass, replace

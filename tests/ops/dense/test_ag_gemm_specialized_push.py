@@ -13,8 +13,8 @@ from tdkernels.ops.common.specialized import push
 from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
 from tdkernels.ops.dense.ag_gemm import launch_specialized
 from tdkernels.rounding import cdiv
-from tests.ops.dense.specialized_protocol import Schedule
 from tests.support.mutants import check_found
+from tests.support.thread_schedule import Schedule
 
 SIGNAL, HALF, STRIDE = 7, 1, 1 << 40  # STRIDE: distance between the addresses of two ranks
 SCALES = 1 << 50  # address of the scales

@@ -18,8 +18,9 @@ from tdkernels.ops.experts.grouped_gemm.specialized import partitions
 from tdkernels.ops.experts.tp_moe import kernel_route
 from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, tiles
 from tests.ops.dense import specialized_protocol
-from tests.ops.dense.specialized_protocol import BLOCK_N, Schedule, functions_of
+from tests.ops.dense.specialized_protocol import BLOCK_N, functions_of
 from tests.support.subset import THOROUGH
+from tests.support.thread_schedule import Schedule
 
 SIGNAL, HALF = 7, 1
 SEEDS = 100 if THOROUGH else 8

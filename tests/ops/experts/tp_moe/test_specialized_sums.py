@@ -7,7 +7,6 @@ import pytest
 
 from tdkernels.ops.experts.tp_moe.launch_specialized import _slice_columns
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
-from tests.ops.dense.specialized_protocol import Stuck
 from tests.ops.experts.tp_moe.specialized_protocol import (
     ADD_SOURCE,
     MAX_STAGES,
@@ -19,6 +18,7 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
 )
 from tests.ops.experts.tp_moe.specialized_sums import AddRun
 from tests.support.mutants import check_found, mutated
+from tests.support.thread_schedule import Stuck
 
 BLOCK_COLUMNS = 512
 
