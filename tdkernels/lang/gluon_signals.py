@@ -47,20 +47,15 @@ def notify_from_warp(ctx, signal_ptr, peer, value, CHECK_FAILED: gl.constexpr = 
 
     ``await_tma_stores`` comes first. ``value`` is not 0.
     """
+    lane = gl.to_tensor(0)  # the one that stores, or none
     if CHECK_FAILED:
-        lane = gl.where(failed(ctx), 32, 0)  # the one that stores, or none
-        gl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, $3;"
-            " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,l,r,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value), lane], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;"
-            " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,l,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value)], dtype=gl.int32, is_pure=False, pack=1,
-        )
+        lane = gl.where(failed(ctx), 32, lane)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 t; bar.warp.sync 0xffffffff; mov.u32 t, %laneid; setp.eq.u32 first, t, $3;"
+        " @first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,l,r,~{memory}", [symm_at(ctx, signal_ptr, peer), _wide(value), lane], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

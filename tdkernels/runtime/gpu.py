@@ -22,6 +22,11 @@ def num_sms(device: torch.device) -> int:
     return _CPU_SMS if device.type == "cpu" else _properties(device.index).multi_processor_count
 
 
+def available_sms(device: torch.device) -> int:
+    """Return the number of SMs for a launch: all but ``spare_sms``."""
+    return num_sms(device) - spare_sms
+
+
 def max_warps(device: torch.device) -> int:
     """Return the largest number of warps of a program, which has at most 1024 threads; 32 on the CPU."""
     return 32 if device.type == "cpu" else 1024 // _properties(device.index).warp_size
@@ -54,7 +59,7 @@ def resident_programs(device: torch.device, tiles: Any, dtype: torch.dtype, regi
     threads = tiles.num_warps * properties.warp_size
     by_threads = properties.max_threads_per_multi_processor // threads
     by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * registers)
-    return (num_sms(device) - spare_sms) * max(1, min(by_memory, by_threads, by_registers))
+    return available_sms(device) * max(1, min(by_memory, by_threads, by_registers))
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def splits_of(x: torch.Tensor, tiles: int, first_flag: int) -> Splits:
 
     In the batch-invariant mode no tile is split, since that depends on the number of tiles.
     """
-    steps, programs = cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.num_sms(x.device) - gpu.spare_sms
+    steps, programs = cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.available_sms(x.device)
     last_wave = None if is_batch_invariant() else choose(tiles, steps, programs)
     if last_wave is None:
         return NO_SPLITS

@@ -109,5 +109,5 @@ def read_item(word, layout: gl.constexpr):
 
 @gluon.jit
 def item_word(memory, stage, number: gl.constexpr):
-    """Return a word of a stage: 0 is the work item, 1 to 3 its place, and 4 to 6 its split of K."""
+    """Return a word of a stage: 0 is the work item, 1 to 3 its place, and 4 to 6 its range of K."""
     return memory[3].index(ITEM_WORDS * stage + number)

@@ -58,19 +58,19 @@ def _expect(full, is_whole, HALF: gl.constexpr):
 
 
 @gluon.jit
-def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP, split=None):
+def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP, span=None):
     """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``.
 
     LAYOUT: layout of a vector in the partition that loads
-    split: with split-K (first step of K, number of steps, split) of ``split_of``
+    span: with split-K (first step of K, number of steps, split) of ``split_of``
     """
     stage = await_stage(bars, turn)
     write_item(item_word(memory, stage, 0), item, LAYOUT)
     for number in gl.static_range(3):
         write_item(item_word(memory, stage, 1 + number), place[number], LAYOUT)
-    if split is not None:
+    if span is not None:
         for number in gl.static_range(3):
-            write_item(item_word(memory, stage, 4 + number), split[number], LAYOUT)
+            write_item(item_word(memory, stage, 4 + number), span[number], LAYOUT)
 
 
 @gluon.jit

@@ -157,15 +157,15 @@ def _end_split(
 
 @gluon.jit
 def _compute(
-    memory, bars, item, place, epilogue, split, splits, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
+    memory, bars, item, place, epilogue, span, splits, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):
     """Compute HALF_M rows of a whole tile, or their sums over a range of K. Return the new state.
 
-    split: (first step of K, number of steps, split) as in ``split_of``
+    span: (first step of K, number of steps, split) as in ``split_of``
     """
-    first, steps, which_split = split
+    first, steps, split = span
     halves, loaded, turn, number = _multiply_tile(
         memory, bars, place, epilogue, first, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
     )
@@ -173,7 +173,7 @@ def _compute(
     if SPLIT_K:
         output = item, place, prepared
         number, kept, item = _end_split(
-            memory, bars, halves, output, number, state[2], which_split, splits, WHICH, EPILOGUE, PASS
+            memory, bars, halves, output, number, state[2], split, splits, WHICH, EPILOGUE, PASS
         )
     else:
         number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
@@ -207,7 +207,7 @@ def _compute_half(
 
 
 @gluon.jit
-def _read_split(memory, stage, steps, SPLIT_K: gl.constexpr):
+def _read_span(memory, stage, steps, SPLIT_K: gl.constexpr):
     """Return (first step of K, number of steps, split) of the work item that begins with a stage."""
     if SPLIT_K:
         first = read_item(item_word(memory, stage, 4), FOUR_WARPS)
@@ -250,11 +250,11 @@ def multiply_partition(
         row = read_item(item_word(memory, stage, 1), FOUR_WARPS)
         column = read_item(item_word(memory, stage, 2), FOUR_WARPS)
         place = row, column, read_item(item_word(memory, stage, 3), FOUR_WARPS)
-        split = _read_split(memory, stage, steps, SPLIT_K)
+        span = _read_span(memory, stage, steps, SPLIT_K)
         state = turn, number, kept, kept_item
         if (item % 2 if has_halves else 0) == 0:
             turn, number, kept, kept_item = _compute(
-                memory, bars, item, place, epilogue, split, splits, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
+                memory, bars, item, place, epilogue, span, splits, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
                 PROMOTE, FACTORS, SPLIT_K,
             )
         else:

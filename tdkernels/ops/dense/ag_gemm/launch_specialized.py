@@ -75,14 +75,11 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
 
     If the last wave has at most half of the tiles that fit, it takes half of the time with halves, since these occupy
     more SMs. If the link is the bottleneck, few tiles are left when the last rows arrive, so half a wave is divided.
-    8192 x 8192 x 28672 on 8 ranks takes 1.11 instead of 1.18 ms with it (computed, ``bench.dense.tile_queue``).
-
-    Tiles that fit into one wave are divided only if all halves fit, too: 80 tiles of 2048 x 10240 x 8192 on 8 ranks
-    take 0.099 ms, and with 65 of them in halves 0.129 ms (solo mode, H200).
+    8192 x 8192 x 28672 on 8 ranks takes 1.11 instead of 1.18 ms with it (computed, ``bench.dense.tile_queue``). But a
+    single wave stays one: 80 tiles of 2048 x 10240 x 8192 on 8 ranks take 0.099 ms, and with 65 of them in halves 0.129
+    ms (solo mode, H200).
     """
-    if programs // 2 < tiles <= programs:
-        return tiles
-    left = programs // 2 if bound_by_link else tiles % programs
+    left = programs // 2 if bound_by_link and tiles > programs else tiles % programs
     return max(tiles - left, 0) if 2 * left <= programs else tiles
 
 
@@ -91,7 +88,7 @@ def _grid(x, weights, world_size, num_comm, config):
     tiles = world_size * sum(config.tiles.count(x.shape[0], weight.shape[0]) for weight in weights)
     n = sum(weight.shape[0] for weight in weights)
     bound_by_link = is_bound_by_link(n, world_size)
-    available = gpu.num_sms(x.device) - gpu.spare_sms
+    available = gpu.available_sms(x.device)
     whole = whole_tiles(tiles, available, bound_by_link)
     items = 2 * tiles - whole
     return max(min(items, available), num_comm), whole, items

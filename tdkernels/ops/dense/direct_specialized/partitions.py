@@ -61,11 +61,11 @@ def load_partition(
     """
     turn = 0
     item = item_of_warp(request_by_warp(ctx, 0))
-    tile, row, col, split = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
+    tile, row, col, span = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
     while item < num_items:
-        begin_item(memory, bars, tile, (row, col, 0), turn, split=split if SPLIT_K else None)
-        first, count, which_split = split
-        piece = piece_of(tile, which_split, first_piece)
+        begin_item(memory, bars, tile, (row, col, 0), turn, span=span if SPLIT_K else None)
+        first, count, split = span
+        piece = piece_of(tile, split, first_piece)
         mark_by_warps((trace_ptr, piece), "starts", 1)
         mark_by_warps((trace_ptr, piece), "multiplies", 1, (me + 1 + tile % RANKS) % RANKS)
         block, end = (0, row, col, col + HALF_N, 0), first + count
@@ -74,7 +74,7 @@ def load_partition(
         answer = request_by_warp(ctx, 0)
         turn = load_steps(operands, memory, bars, block, True, turn, early, late, NO_HALVES, W_IS_KN)
         item = item_of_warp(answer)
-        tile, row, col, split = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
+        tile, row, col, span = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K)
         turn = load_steps(operands, memory, bars, block, True, turn, late, end, NO_HALVES, W_IS_KN)
     end_items(memory, bars, turn)
 

@@ -71,7 +71,7 @@ def prepare(
     plan = workspace.prepare("gemm_ar", fields, slots * tile_bytes, slots, bundles + launch_split_k.num_flags(config))
     z = output_spec(x, m, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, slots, out_dtype)
-    programs = gpu.num_sms(x.device) - gpu.spare_sms
+    programs = gpu.available_sms(x.device)
     splits = launch_split_k.splits_of(x, bundles * world_size, bundles)
     delay = min(_WAVES * cdiv(programs, world_size), bundles)
     args, constants = arguments(workspace.ctx, x, weight, bias, z, descs, m, plan, tiles, delay, scales, splits)

@@ -62,11 +62,11 @@ def prepare(
     z = output_spec(x, rows, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, pieces, out_dtype)
     args, constants = shared.arguments(
-        workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales, splits=splits,
+        workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales, splits=splits
     )
     items = pieces + pieces // world_size * shared.SPLIT + splits.last_wave.further_items
     constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
-    grid = (gpu.num_sms(x.device) - gpu.spare_sms,)
+    grid = (gpu.available_sms(x.device),)
     return Launch(workspace, _kernel(), grid, args, constants, operands, (z, *splits.output_specs), fixed)

@@ -124,4 +124,4 @@ def num_programs(rows: int, experts: int, layout: MemoryLayout, device: torch.de
     """Return the number of programs: at most one for each multiprocessor."""
     planes, n = layout[:2]
     tiles_n = cdiv(n, _BLOCK_N // 2 if planes > experts else _BLOCK_N)
-    return min((rows // _BLOCK_M + min(experts, rows)) * tiles_n, gpu.num_sms(device) - gpu.spare_sms)
+    return min((rows // _BLOCK_M + min(experts, rows)) * tiles_n, gpu.available_sms(device))

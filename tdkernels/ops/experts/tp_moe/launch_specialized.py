@@ -70,7 +70,7 @@ def num_flags(routing: "MoeRouting", config: Any) -> int:
 
 def grid(device: torch.device) -> tuple[int]:
     """Return the number of programs, one for each multiprocessor: all of them copy or add rows."""
-    return (gpu.num_sms(device) - gpu.spare_sms,)
+    return (gpu.available_sms(device),)
 
 
 def ag_gemm_arguments(
