@@ -8,10 +8,13 @@ from tdkernels.ops.common.fp8_codes import format_for
 from tdkernels.ops.common.gemm_operands import aligned
 from tdkernels.ops.common.scaling import BLOCK
 from tdkernels.ops.quantize.kernel import (
-    ALL_TENSOR,
     COLUMN,
+    GIVEN,
+    MATRIX,
     ROW,
     TILE,
+    WHOLE_COLUMN,
+    largest_kernel,
     quantize_columns_kernel,
     quantize_rows_kernel,
     quantize_tiles_kernel,
@@ -25,10 +28,26 @@ _ELEMENTS = 8192  # that a program holds if rows are shorter, or longer
 _COLUMNS = 32  # of a program that quantizes whole columns: rows are then read in pieces of 64 bytes
 _MOST_OF_COLUMN = 256
 _PER_WARP = 1024  # elements
+# Of largest_kernel, for the whole matrix and by column: rows and columns of a tile, programs per SM.
+_LARGEST = {False: (64, 128, 2), True: (32, 128, 8)}
+# Argument AXIS of quantize_tiles_kernel: scaling and weight of quantize_fp8.
+_KIND = {
+    ROW.value: ("block", False), COLUMN.value: ("block", False), TILE.value: ("block", True),
+    MATRIX.value: ("tensor", False), WHOLE_COLUMN.value: ("row", False),
+}
+
+
+def scale_shape(rows: int, k: int, scaling: str, weight: bool = False) -> tuple[int, int]:
+    """Return the shape of the scale of [rows, k]."""
+    if scaling == "block":
+        return (cdiv(rows, BLOCK) if weight else rows, cdiv(k, BLOCK))
+    return (rows, 1) if scaling == "row" else (1, 1)
 
 
 def by_row(x: torch.Tensor, dtype: torch.dtype, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [rows, K], or x.T if ``transpose``, with a scale per row: return (codes, scale)."""
+    if transpose and x.shape[0] > _MOST_OF_COLUMN:
+        return _by_largest(x, dtype, WHOLE_COLUMN.value, transpose)
     return _launch(("quantize rows", dtype, transpose), (x,), _prepare_rows, dtype, transpose)
 
 
@@ -37,14 +56,37 @@ def by_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [rows, K], or x.T if ``transpose``, with block-wise scales: return (codes, scale)."""
     axis = TILE.value if weight else COLUMN.value if transpose else ROW.value
-    key = "quantize blocks", dtype, weight, transpose
-    return _launch(key, (x,), _prepare_tiles, dtype, axis, transpose)
+    return _by_tiles((x,), dtype, axis, transpose)
 
 
-def by_tensor(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
+def by_tensor(x: torch.Tensor, dtype: torch.dtype, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [rows, K], or x.T if ``transpose``, with one scale: return (codes, scale)."""
+    return _by_largest(x, dtype, MATRIX.value, transpose)
+
+
+def by_given_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transpose: bool) -> torch.Tensor:
     """Return the codes of x [rows, K], or of x.T if ``transpose``, for a given scale of one element."""
-    key = "quantize by a given scale", dtype, transpose
-    return _launch(key, (x, scale), _prepare_tiles, dtype, ALL_TENSOR.value, transpose)[0]
+    return _by_tiles((x, scale), dtype, GIVEN.value, transpose)[0]
+
+
+def largest_magnitude(x: torch.Tensor, by_column: bool = False) -> torch.Tensor:
+    """Return the largest magnitude of x [rows, K], or of each column, in fp32; NaN if there is one."""
+    return _largest_bits(x, by_column).view(torch.float32)
+
+
+def _by_largest(x, dtype, axis, transpose):
+    (x,) = _ready(x)
+    return _by_tiles((x, _largest_bits(x, axis == WHOLE_COLUMN.value)), dtype, axis, transpose)
+
+
+def _largest_bits(x, by_column):
+    workspace = local_workspace_of(x.device)
+    key = "largest magnitude", by_column
+    return launch_cached(workspace, key, (x,), lambda of: _prepare_largest(workspace, of, by_column), _ready)[0]
+
+
+def _by_tiles(operands, dtype, axis, transpose):
+    return _launch(("quantize tiles", dtype, axis, transpose), operands, _prepare_tiles, dtype, axis, transpose)
 
 
 def _launch(key, operands, prepare, dtype, *options) -> Any:
@@ -61,12 +103,16 @@ def _ready(x, *scale):
     return x if x.stride(1) == 1 else x.contiguous(), *scale
 
 
+def _warps(block_r, block_c):
+    return min(max(block_r * block_c // _PER_WARP, 4), 16)
+
+
 def _constants(x, dtype, transpose, block_r, block_c):
-    """Return the arguments that all kernels have."""
+    """Return the arguments of all kernels that quantize."""
     sizes = (x.shape[1], x.stride(0), x.shape[0]) if transpose else (x.shape[1], x.stride(0))
     form = format_for(dtype, gpu.converts_to_e4m3(x.device))
-    warps = min(max(block_r * block_c // _PER_WARP, 4), 16)
-    return {"FORMAT": form, "ALIGNED": aligned(*sizes), "BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": warps}
+    blocks = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": _warps(block_r, block_c)}
+    return {"FORMAT": form, "ALIGNED": aligned(*sizes), **blocks}
 
 
 def _codes_of(x, transpose):
@@ -80,30 +126,40 @@ def _prepare_rows(workspace, operands, dtype, transpose):
     codes = _codes_of(x, transpose)
     scale = output_spec(x, codes.shape[0], 1, dtype=torch.float32)
     if transpose:
-        one_pass = rows <= _MOST_OF_COLUMN
-        block_r, block_c = min(next_power_of_2(rows), _MOST_OF_COLUMN), _COLUMNS
-        kernel, grid = quantize_columns_kernel, cdiv(columns, block_c)
+        block_r, block_c = next_power_of_2(rows), _COLUMNS
+        kernel, grid, options = quantize_columns_kernel, cdiv(columns, block_c), {}
     else:
         one_pass = columns <= _MOST_OF_ROW
         block_c = next_power_of_2(columns) if one_pass else _ELEMENTS
         block_r = max(_ELEMENTS // 2 // block_c, 1)
-        kernel, grid = quantize_rows_kernel, cdiv(rows, block_r)
-    constants = {**_constants(x, dtype, transpose, block_r, block_c), "ONE_PASS": one_pass}
+        kernel, grid, options = quantize_rows_kernel, cdiv(rows, block_r), {"ONE_PASS": one_pass}
+    constants = {**_constants(x, dtype, transpose, block_r, block_c), **options}
     args = x, codes, scale, rows, columns, x.stride(0)
     return Launch(workspace, kernel, (grid,), args, constants, operands, [codes, scale], [])
 
 
+def _prepare_largest(workspace, x, by_column):
+    rows, columns = x.shape
+    block_r, block_c, programs = _LARGEST[by_column]
+    tiles_r, tiles_c = cdiv(rows, block_r), cdiv(columns, block_c)
+    parts = min(cdiv(programs * gpu.num_sms(x.device), tiles_c), tiles_r)
+    constants = {"ALIGNED": aligned(columns, x.stride(0)), "BY_COLUMN": by_column}
+    constants |= {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": _warps(block_r, block_c)}
+    largest = output_spec(x, columns if by_column else 1, dtype=torch.int32, zeros=True)
+    args = x, largest, rows, columns, x.stride(0), parts
+    return Launch(workspace, largest_kernel, (parts * tiles_c,), args, constants, (x,), [largest], [])
+
+
 def _prepare_tiles(workspace, operands, dtype, axis, transpose):
-    x, *given = operands
+    x, *known = operands
     rows, columns = x.shape
     codes = _codes_of(x, transpose)
-    block_r = BLOCK if axis in (COLUMN.value, TILE.value) else BLOCK // 2
-    block_c = BLOCK if axis != COLUMN.value else BLOCK // 2
     outputs = [codes]
-    if axis != ALL_TENSOR.value:
-        height = cdiv(codes.shape[0], BLOCK) if axis == TILE.value else codes.shape[0]
-        outputs.append(output_spec(x, height, cdiv(codes.shape[1], BLOCK), dtype=torch.float32))
+    if axis != GIVEN.value:
+        outputs.append(output_spec(x, *scale_shape(*codes.shape, *_KIND[axis]), dtype=torch.float32))
+    block_r = BLOCK if transpose or axis == TILE.value else BLOCK // 2
+    block_c = BLOCK // 2 if transpose and axis != TILE.value else BLOCK
     constants = {**_constants(x, dtype, transpose, block_r, block_c), "AXIS": axis, "TRANSPOSE": transpose}
-    args = x, codes, (given or outputs[1:])[0], rows, columns, x.stride(0)
+    args = x, codes, (outputs[1:] or [None])[0], (known or [None])[0], rows, columns, x.stride(0)
     grid = (cdiv(rows, block_r) * cdiv(columns, block_c),)
     return Launch(workspace, quantize_tiles_kernel, grid, args, constants, operands, outputs, [])

@@ -1,7 +1,7 @@
 """quantize_fp8: codes and scales of a matrix, or of its transpose.
 
     scaling      scale of x [rows, K]                                       reads of x
-    "tensor"     one element                                                2
+    "tensor"     one element                                                2, or 1 if it is given
     "row"        [rows, 1]                                                  1 if a row fits into registers, else 2
     "block"      [rows, ceil(K / 128)]; for a weight also per 128 rows      1
 
@@ -15,10 +15,9 @@ import torch
 
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.fp8_codes import FP8_DTYPES
-from tdkernels.ops.common.scaling import BLOCK, SCALINGS, quantize_ref
+from tdkernels.ops.common.scaling import SCALINGS, quantize_ref
 from tdkernels.ops.common.validation import shape_of
 from tdkernels.ops.quantize import launch
-from tdkernels.rounding import cdiv
 from tdkernels.runtime import torch_op
 
 
@@ -46,31 +45,22 @@ def quantize_fp8_ref(
 # ---- torch.library operators ----
 
 
-def _scale_shape(scaling, rows, k, weight):
-    """Return the shape of the scale of [rows, k]."""
-    if scaling == "block":
-        return (cdiv(rows, BLOCK) if weight else rows, cdiv(k, BLOCK))
-    return (rows, 1) if scaling == "row" else (1, 1)
-
-
 def _tensor_scale(x, dtype):
     """Return the tensor-wise scale of x, [1, 1]. NaN if x has a NaN."""
     if not x.numel():
         return x.new_zeros(1, 1, dtype=torch.float32)
-    least, most = x.aminmax()
-    amax = torch.maximum(most.abs(), least.abs()).float().view(1, 1)
+    largest = launch.largest_magnitude(x.reshape(-1, x.shape[-1])).view(1, 1)
     # Division by a number would be a multiplication on GPUs.
-    return amax / torch.full_like(amax, torch.finfo(dtype).max)
+    return largest / torch.full_like(largest, torch.finfo(dtype).max)
 
 
 def _quantize(x, scaling, dtype, weight, transpose):
     rows, k = x.shape[::-1] if transpose else x.shape
     if not x.numel():
-        scale = x.new_zeros(_scale_shape(scaling, rows, k, weight), dtype=torch.float32)
+        scale = x.new_zeros(launch.scale_shape(rows, k, scaling, weight), dtype=torch.float32)
         return x.new_empty(rows, k, dtype=dtype), scale
     if scaling == "tensor":
-        scale = _tensor_scale(x, dtype)
-        return launch.by_tensor(x, scale, dtype, transpose), scale
+        return launch.by_tensor(x, dtype, transpose)
     if scaling == "row":
         return launch.by_row(x, dtype, transpose)
     return launch.by_block(x, dtype, weight, transpose)
@@ -78,14 +68,14 @@ def _quantize(x, scaling, dtype, weight, transpose):
 
 def _fake_quantize(x, scaling, dtype, weight, transpose):
     rows, k = x.shape[::-1] if transpose else x.shape
-    scale = x.new_empty(_scale_shape(scaling, rows, k, weight), dtype=torch.float32)
+    scale = x.new_empty(launch.scale_shape(rows, k, scaling, weight), dtype=torch.float32)
     return x.new_empty(rows, k, dtype=dtype), scale
 
 
 def _quantize_by_scale(x, scale, dtype, transpose):
     if not x.numel():
         return _fake_quantize_by_scale(x, scale, dtype, transpose)
-    return launch.by_tensor(x, scale, dtype, transpose)
+    return launch.by_given_scale(x, scale, dtype, transpose)
 
 
 def _fake_quantize_by_scale(x, scale, dtype, transpose):
