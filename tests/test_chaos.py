@@ -6,15 +6,26 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tdkernels import PeerTimeoutError
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, PeerTimeoutError
 from tdkernels import lang as td
-from tests.chaos import campaign
+from tdkernels.lang.gluon_kernel import GluonKernel
+from tdkernels.lang.kernel import Kernel
+from tdkernels.ops.common.specialized import launch_split_k
+from tdkernels.ops.dense.ag_gemm import launch_specialized as launch_ag_gemm
+from tdkernels.ops.dense.gemm_ar import launch_specialized as launch_gemm_ar
+from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
+from tdkernels.rounding import round_up
+from tests.chaos import campaign, problems, specialized
+from tests.chaos import plan as chaos_plan
 from tests.chaos.__main__ import parse
 from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
-from tests.chaos.play import BAD, Player, _names_its_call, play
-from tests.chaos.problems import TABLE
+from tests.chaos.play import BAD, Moments, Player, _names_its_call, play
+from tests.chaos.problems import TABLE, specialized_table
+from tests.ops.dense.specialized_support import pretend_hopper
 from tests.support import forked_ranks
 from tests.support.ranks import DEVICE
 from tests.support.subset import THOROUGH
@@ -144,6 +155,89 @@ def test_data_of_another_call_is_detected(ranks, name):
     outcomes = [[outcome for _, outcome, _, _ in report["log"]] for report in case["ranks"]]
     assert outcomes[0] == ["correct", "WRONG", "correct"], campaign.describe(case)
     assert campaign.summarize([case])["wrong"] >= 1
+
+
+def play_specialized(plan, function):
+    """Play a case of a problem for Hopper GPUs, with the portable kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problems, "TABLE", TABLE | specialized_table())
+        return function(plan)
+
+
+def play_specialized_with_stale_data(plan):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problems.Specialized, "_check_kernels", lambda problem: None)
+        return play_specialized(plan, play_with_stale_data)
+
+
+def play_portable_kernels(plan):
+    return play_specialized(plan, play)
+
+
+def test_specialized_problems_detect_wrong_data_and_other_kernels(ranks):
+    changes = dict(name="gemm_ar specialized", backward=False)
+    plan = dataclasses.replace(_control("gemm_ar two_shot"), **changes)
+    case = campaign.play_case(ranks[2], plan, play_specialized_with_stale_data)
+    outcomes = [outcome for _, outcome, _, _ in case["ranks"][0]["log"]]
+    assert outcomes == ["correct", "WRONG", "correct"], campaign.describe(case)
+    case = campaign.play_case(ranks[2], dataclasses.replace(plan, cold=True), play_portable_kernels)
+    assert len(campaign.bad_outcomes(case)) == 2 * plan.calls, campaign.describe(case)
+    assert all("kernels and whether they split K: set(), not" in text for text in campaign.bad_outcomes(case))
+
+
+def test_specialized_problems_exist_on_hopper_only(monkeypatch):
+    assert not specialized.on_hopper() and not TABLE.keys() & specialized_table().keys()
+    with pytest.raises(ValueError, match="unknown operators: specialized"):
+        chaos_plan.names_of(["specialized"])
+    monkeypatch.setattr(chaos_plan, "TABLE", TABLE | specialized_table())
+    assert chaos_plan.names_of(["specialized"]) == list(specialized_table())
+    assert {"gemm_rs direct", "gemm_rs specialized"} <= set(chaos_plan.names_of(["gemm_rs"]))
+    assert chaos_plan.names_of([]) == [*TABLE, *specialized_table()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", specialized.DENSE)
+def test_shapes_of_specialized_problems(monkeypatch, name, world_size):
+    """The warp-specialized kernels support the shapes, and split tiles along K where they should."""
+    pretend_hopper(monkeypatch)
+    operator, fields, splits = specialized.DENSE[name]
+    config_class = {"ag_gemm": AgGemmConfig, "gemm_rs": GemmRsConfig, "gemm_ar": GemmArConfig}[operator]
+    config = config_class(**fields)
+    for number in range(4):
+        rows, n, k = specialized.shape_of(operator, splits, number, world_size)
+        rows_of_x = rows * world_size if operator == "gemm_rs" else rows
+        x, weight = (torch.empty(size, k, dtype=torch.bfloat16, device="meta") for size in (rows_of_x, n))
+        if operator == "ag_gemm":
+            assert launch_ag_gemm.supports(x, [weight], config, rows)
+            continue
+        launch = launch_gemm_rs if operator == "gemm_rs" else launch_gemm_ar
+        assert launch.supports(x, weight, config, world_size)
+        count = config.tiles.count(rows, n)
+        tiles = count * world_size if operator == "gemm_rs" else round_up(count, world_size)
+        last_wave = launch_split_k.splits_of(x, tiles, 0).last_wave
+        assert (last_wave.num_splits > 1) == splits, (number, last_wave)
+        assert (tiles > 132) == (number == 3) and (not splits or (last_wave.whole_tiles > 0) == (number == 3))
+
+
+def test_shapes_of_specialized_experts(monkeypatch):
+    pretend_hopper(monkeypatch)
+    for tokens, width, hidden in specialized.EXPERTS_SHAPES:
+        sizes = [(2 * tokens, width), (3, 2 * hidden, width), (4 * tokens, hidden), (3, width, hidden)]
+        x, w_gate_up, h, w_down = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes)
+        assert launch_tp_moe.supports(x, w_gate_up, "swiglu", specialized.EXPERTS_CONFIG)
+        assert launch_tp_moe.supports_gemm_rs(h, w_down, 2, specialized.EXPERTS_CONFIG)
+
+
+def test_faults_at_launches_count_kernels_in_gluon(monkeypatch):
+    launched, moments = [], Moments()
+    for kind in (Kernel, GluonKernel):
+        monkeypatch.setattr(kind, "launch_bound", lambda kernel: launched.append(kernel))
+    moments.at_launch, moments.act = 2, lambda: launched.append("fault")
+    with moments.counted():
+        Kernel.launch_bound("triton")
+        GluonKernel.launch_bound("gluon")
+    Kernel.launch_bound("after")
+    assert launched == ["triton", "fault", "gluon", "after"] and moments.launches == 2
 
 
 def play_without_void_launches(plan):

@@ -19,7 +19,8 @@ def parse(arguments=None):
     parser.add_argument("--device", default="cpu", choices=["cpu", "shared", "cuda"],
                         help="shared: all ranks share the GPUs; cuda: each rank has its own GPU")
     parser.add_argument("--ranks", type=_ranks, default=(2, 3), help="world sizes of the cases, 2 or more; default 2,3")
-    parser.add_argument("--ops", type=_names, default=(), help="operators of the cases, such as gemm_ar,ep_moe")
+    parser.add_argument("--ops", type=_names, default=(),
+                        help="operators of the cases, such as gemm_ar,ep_moe; specialized: warp-specialized kernels")
     parser.add_argument("--jobs", type=int, help="cases at a time, on the same GPUs; default 4 on the CPU, 1 on GPUs")
     parser.add_argument("--warm-up-jobs", type=int,
                         help="pools that compile at a time, on the same GPUs; default 4, or 2 for more than 4 ranks")

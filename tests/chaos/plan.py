@@ -66,11 +66,15 @@ def _waits_for_device(name):
 
 
 def names_of(operators):
-    """Return the keys of TABLE for these operators, or all keys if there are none; ValueError for an unknown one."""
-    known = {operator for _, operator, _ in TABLE.values()}
+    """Return the keys of TABLE for these operators, or all keys if there are none; ValueError for an unknown one.
+
+    "specialized" selects the problems of the warp-specialized kernels, which exist on Hopper GPUs only.
+    """
+    selecting = {name: {TABLE[name][1]} | ({"specialized"} if "specialized" in name else set()) for name in TABLE}
+    known = set().union(*selecting.values())
     if unknown := set(operators) - known:
         raise ValueError(f"unknown operators: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
-    return [name for name in TABLE if not operators or TABLE[name][1] in operators]
+    return [name for name in TABLE if not operators or selecting[name] & set(operators)]
 
 
 def _late_plan(seed, rng, timeout, backward, world_sizes, names):
@@ -96,7 +100,7 @@ def plan_of(seed, device="cpu", world_sizes=WORLD_SIZES, operators=()):
         seed: of the case. The plan also depends on the other arguments.
         device: "cpu", "shared" or "cuda".
         world_sizes: the plan has one of these numbers of ranks.
-        operators: the plan has one of these operators; () for all.
+        operators: as for ``names_of``: the plan has one of these operators; () for all.
     """
     rng = random.Random(f"chaos {seed}")
     names = names_of(operators)

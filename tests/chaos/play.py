@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
+from tdkernels.lang.gluon_kernel import GluonKernel
 from tdkernels.lang.kernel import Kernel
 from tdkernels.symm.group import number_of_launches
 from tdkernels.symm.workspace import Workspace
@@ -79,17 +80,19 @@ class Moments:
     @contextlib.contextmanager
     def counted(self):
         self.launches = self.stores = 0
-        launch_bound = Kernel.launch_bound
+        kinds = {kind: kind.launch_bound for kind in (Kernel, GluonKernel)}
         builder = interpreter.interpreter_builder
         names = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
-        Kernel.launch_bound = lambda *args, **kwargs: self._launch(launch_bound, *args, **kwargs)
+        for kind, original in kinds.items():
+            kind.launch_bound = lambda *args, original=original, **kwargs: self._launch(original, *args, **kwargs)
         for name in names:
             original = getattr(builder, name)
             setattr(builder, name, lambda *args, original=original, **kwargs: self._store(original, *args, **kwargs))
         try:
             yield
         finally:
-            Kernel.launch_bound = launch_bound
+            for kind, original in kinds.items():
+                kind.launch_bound = original
             for name in names:
                 delattr(builder, name)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig
+from tests.chaos import specialized
 from tests.ops.attention.ag_attention import cases as attention
 from tests.ops.attention.ag_attention.oracle import Sharded
 from tests.ops.attention.flash_decode import cases as decoding
@@ -47,7 +48,7 @@ EXACT_DTYPES = (BF16,) if DEVICE == "cuda" else (BF16, FP32)  # on a GPU each dt
 TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-3  # TF32, fp32; wrong data is off by about 1
 
 
-def assert_near(name, got, exact):
+def assert_near(name, got, exact, tolerance=TOLERANCE):
     """Raise AssertionError unless each element of ``got`` is within the tolerance of ``exact``, which is in fp64."""
     got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
     assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, not {list(exact.shape)}"
@@ -55,7 +56,7 @@ def assert_near(name, got, exact):
     assert torch.equal(got[infinite], exact[infinite]), f"{name}: finite elements where infinity is expected"
     got, exact = got[~infinite], exact[~infinite]
     if exact.numel():
-        bound = TOLERANCE * (exact.abs() + exact.square().mean().sqrt()) + 1e-6
+        bound = tolerance * (exact.abs() + exact.square().mean().sqrt()) + 1e-6
         wrong = ~((got - exact).abs() <= bound)  # a NaN is wrong, too
         assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong"
 
@@ -253,6 +254,8 @@ def _with_wrong_id(ids, experts):
 class NamedResults(Problem):
     """A problem whose results and fp64 references are dictionaries; subclasses define its calls."""
 
+    tolerance = TOLERANCE
+
     def steps(self, backward):
         self.case.group = self.group
         outputs, gradients = self._call()
@@ -267,7 +270,7 @@ class NamedResults(Problem):
         tdkernels.synchronize()
         expected = self._expected()
         for name, got in self.results.items():
-            assert_near(name, got, expected[name])
+            assert_near(name, got, expected[name], self.tolerance)
 
 
 class ReducedNorm(NamedResults):
@@ -351,13 +354,13 @@ class ExpertParallelLayer(NamedResults):
 
 
 class TensorParallelExperts(NamedResults):
-    SHAPES = [(6, 10, 3), (7, 10, 3), (6, 12, 5), (20, 16, 8)]  # tokens, width, hidden
+    SHAPES, DTYPE = [(6, 10, 3), (7, 10, 3), (6, 12, 5), (20, 16, 8)], FP32  # tokens, width, hidden
 
     def __init__(self, operator, changes, shape, seed, group):
         tokens, width, hidden = self.SHAPES[shape]
-        self.case = Sliced(tokens, 2, 3, width, hidden, FP32, seed=seed)
+        self.case = Sliced(tokens, 2, 3, width, hidden, self.DTYPE, seed=seed)
         self.case.require()
-        self.options = {"config": tensor_experts.CONFIGS[changes]}
+        self.options = {"config": changes}
         self.group, self.results = group, {}
 
     def _call(self):
@@ -446,6 +449,49 @@ class Ulysses(Problem):
         self.case.check(self.results)
 
 
+class Specialized:
+    """A problem whose forward must run warp-specialized kernels; ``check`` fails if others ran.
+
+    Attributes:
+        kernels: their names.
+        splits: whether they must split tiles along K.
+    """
+
+    kernels, splits = (), False
+
+    def steps(self, backward):
+        steps = super().steps(backward)
+        with specialized.gluon_launches() as self.launched:
+            next(steps)
+        yield
+        yield from steps
+
+    def check(self):
+        self._check_kernels()
+        super().check()
+
+    def _check_kernels(self):
+        expected = {(name, self.splits) for name in self.kernels}
+        launched = {(name, num_splits > 1) for name, num_splits in self.launched}
+        assert launched == expected, f"kernels and whether they split K: {launched}, not {expected}"
+
+
+class SpecializedDense(Specialized, Dense):
+    def __init__(self, operator, changes, shape, seed, group):
+        fields, self.splits = changes
+        self.kernels = (f"{operator}_specialized_kernel",)
+        sizes = specialized.shape_of(operator, self.splits, shape, dist.get_world_size())
+        self.case = specialized.SparseCase(operator, *sizes, seed)
+        self.options = {"config": config_for(self.case, **fields)}
+        self.group, self.results = group, {}
+
+
+class SpecializedExperts(Specialized, TensorParallelExperts):
+    SHAPES, DTYPE = specialized.EXPERTS_SHAPES, BF16
+    kernels = "moe_ag_gemm_specialized_kernel", "moe_gemm_rs_specialized_kernel"
+    tolerance = 0.1  # torch in bf16 is off by up to 0.033, because it rounds the rows between the stages, too
+
+
 def _table():
     """Return {name: (class, operator, changes)}."""
     table = {}
@@ -473,7 +519,8 @@ def _table():
         config = {"config": EpMoeConfig(method=method)}
         table[f"ep_moe {method}"] = ExpertParallelLayer, "ep_moe", config
         table[f"ep_moe {method} bounded"] = ExpertParallelLayer, "ep_moe", {**config, **bound, **capacity}
-    table |= {f"tp_moe {config}": (TensorParallelExperts, "tp_moe", config) for config in ("default", "two stages")}
+    for name in ("default", "two stages"):
+        table[f"tp_moe {name}"] = TensorParallelExperts, "tp_moe", tensor_experts.CONFIGS[name]
     table |= {f"flash_decode {name}": (Decoding, "flash_decode", name) for name in ("default", "small blocks", "split")}
     table |= {f"ag_attention {name}": (Attention, "ag_attention", name) for name in ("default", "small blocks")}
     table["ulysses_out default"] = Ulysses, "ulysses_out", "default"
@@ -483,7 +530,17 @@ def _table():
     return table
 
 
-TABLE = _table()
+def specialized_table():
+    """Return the entries of TABLE for the warp-specialized kernels.
+
+    TABLE has them on Hopper GPUs only, so a seed is another case there than on other devices.
+    """
+    table = {name: (SpecializedDense, operator, changes) for name, (operator, *changes) in specialized.DENSE.items()}
+    table["tp_moe specialized"] = SpecializedExperts, "tp_moe", specialized.EXPERTS_CONFIG
+    return table
+
+
+TABLE = _table() | (specialized_table() if specialized.on_hopper() else {})
 OPERATORS = sorted({operator for _, operator, _ in TABLE.values()} | {"ep_combine", "moe_ag_gemm", "moe_gemm_rs"})
 
 
