@@ -12,6 +12,7 @@ from bench.report import rows as all_rows
 ROOT = Path(__file__).parents[2]
 LAYERS = {  # description in the README: fields of the rows, method of ours, index of the pass
     "`ep_moe`, 4096 tokens a rank, forward": ({"shape": "4096x7168x2048x256x8"}, "tdkernels-max-tokens", 0),
+    "`tp_moe`, 8192 tokens, forward": ({"shape": "8192x8192x8192x32x4"}, "tdkernels", 0),
     "`tp_moe`, 8192 tokens, forward and backward": ({"shape": "8192x8192x8192x32x4"}, "tdkernels", 1),
 }
 
