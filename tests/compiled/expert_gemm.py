@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops.common.scaling import Scales, blocks
+from tdkernels.ops.common.scaling import Scales, blocks, layout_of
 from tdkernels.ops.common.tile_config import scaled_tiles
 from tdkernels.ops.experts.dispatch import counting
 from tdkernels.ops.experts.dispatch.config import EpConfig
@@ -134,11 +134,11 @@ TP_MOE_SCALED = ["rows", "sums"]
 
 
 @functools.cache
-def scaled_tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
-    """Return {name: (kernel, args, kwargs)} of tp_moe with weights in ``dtype`` and block-wise scales."""
+def scaled_tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4, kind="block"):
+    """Return {name: (kernel, args, kwargs)} of tp_moe with weights in ``dtype`` and scales, "row" or "block"."""
     tokens, k, experts, width, hidden = sizes
     group, on_gpu = SimpleNamespace(size=lambda: ranks), torch.device("cuda")
-    config = tp_moe_config.MoeTpConfig(tiles=scaled_tiles(tiles_for(arch, dtype), "scaled by block", on_gpu))
+    config = tp_moe_config.MoeTpConfig(tiles=scaled_tiles(tiles_for(arch, dtype), layout_of(kind, False), on_gpu))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
@@ -152,8 +152,9 @@ def scaled_tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         x, h = torch.zeros(tokens, width, dtype=dtype), torch.zeros(ranks * tokens * k, hidden, dtype=dtype)
 
         def weight(n, k):
-            scale_x, scale_w = torch.ones(len(h), blocks(k)), torch.ones(experts, blocks(n), blocks(k))
-            return torch.zeros(experts, n, k, dtype=dtype), Scales(scale_x, scale_w, "block", BF16, False)
+            of_x, of_w = ((1,), (n, 1)) if kind == "row" else ((blocks(k),), (blocks(n), blocks(k)))
+            scales = Scales(torch.ones(len(h), *of_x), torch.ones(experts, *of_w), kind, BF16, False)
+            return torch.zeros(experts, n, k, dtype=dtype), scales
 
         gate_up, scales = weight(2 * hidden, width)
         tp_moe_launch_ag_gemm.launch(x, gate_up, routing, config, "swiglu", scales=scales)

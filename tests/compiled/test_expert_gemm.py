@@ -164,6 +164,7 @@ def test_scaled_tp_moe_compiles(name, arch, dtype):
     compiled = compile_scaled_tp_moe(name, arch, dtype)
     assert MULTIPLIES[arch].search(compiled.asm["ptx" if arch.startswith("sm") else "amdgcn"])
     compile_scaled_tp_moe(name, arch, dtype, sizes=(3, 5, 7, 48, 16), ranks=3)
+    compile_scaled_tp_moe(name, arch, dtype, kind="row")
 
 
 @pytest.mark.parametrize("name", TP_MOE_SCALED)

@@ -235,7 +235,9 @@ def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
 @pytest.mark.parametrize("launch, loops, most_spills, gathers", [
     pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4, True, marks=thorough),
     (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24, False),
-], ids=["moe_ag_gemm", "moe_gemm_rs"])
+    (lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="row"), 2, 4, True),
+    pytest.param(lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="row"), 2, 24, False, marks=thorough),
+], ids=["moe_ag_gemm", "moe_gemm_rs", "moe_ag_gemm, row", "moe_gemm_rs, row"])
 def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
     code = check_promoted(compile_for(*launch(), "sm_90"), loops, 192)
     check_loops(code, "GMMA", most_spills)

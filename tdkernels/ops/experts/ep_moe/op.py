@@ -39,9 +39,9 @@ from tdkernels.ops.experts.ep_moe.fused import ep_moe_fused, why_not
 from tdkernels.ops.experts.ep_moe.steps import experts, fp8_experts, receive
 from tdkernels.ops.experts.ep_moe.torch_op import ep_moe_compiled
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
-    check_fp8_config,
     check_fp8_experts,
     check_fp8_scale,
+    check_fp8_tiles,
     check_scales_given,
     reject_fp8_gradients,
 )
@@ -102,7 +102,12 @@ def _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
     if scales is not None:
         check_fp8(operator, "w_down", w_down)
         check_fp8_scale(operator, x, w_down, scales[1], "w_down", "scale_down")
-        check_fp8_config(operator, config and config.gemm, w_gate_up, "gemm: ")
+        gemm = config and config.gemm
+        if gemm is not None:
+            reason = gemm.illegal(w_gate_up.device, w_gate_up.dtype)
+            if reason is not None:
+                raise ValueError(f"{operator}: config cannot run: gemm: {reason}")
+            check_fp8_tiles(operator, gemm.tiles, (w_gate_up, w_down), scales, "gemm: ")
 
 
 # ---- public function ----
@@ -130,18 +135,19 @@ def ep_moe(
         activation: "swiglu" or "swiglu_interleaved". With "swiglu" the first I rows of an expert in w_gate_up are the
             gate, the others are up. With "swiglu_interleaved" gate and up rows alternate.
         quantize: None or "fp8". With "fp8" tokens are sent as float8_e4m3fn with an fp32 scale per 128 channels, and
-            converted back to the dtype of x for the GEMMs, or multiplied as they are by weights in float8. Then x has
-            no gradient; all other operands have one.
+            converted back to the dtype of x for the GEMMs. Weights in float8 with block-wise scales multiply them as
+            they are. Then x has no gradient; all other operands have one.
         max_tokens: As in ``ep_dispatch``: upper bound of the rows that any rank receives or stages. The host does not
             wait then. With method "fused" it must also be at least T * k on every rank.
         max_tokens_per_rank: As in ``ep_dispatch``: upper bound B of T on all ranks, the same on all of them. With few
             tokens dispatch is then a single launch. max_tokens may be omitted; it is then W * B * min(k, E / W). Method
             "fused" allocates symmetric memory for that many rows and for B * k assignments, which is a lot if the bound
             is large.
-        scale_gate_up: For weights in float8: the scale of w_gate_up in fp32, [E / W, ceil(2 * I / 128), ceil(H / 128)],
-            one for each 128 x 128 elements. H and I must be multiples of 16. Rows are quantized in blocks of 1 x 128
-            before each GEMM, so float8 weights are for inference.
-        scale_down: The scale of w_down, [E / W, ceil(H / 128), ceil(I / 128)].
+        scale_gate_up: For weights in float8: the scale of w_gate_up in fp32. Block-wise, [E / W, ceil(2 * I / 128),
+            ceil(H / 128)]: one for each 128 x 128 elements. Row-wise, [E / W, 2 * I, 1], or [E / W]: one for each
+            expert. H and I must be multiples of 16. Rows are quantized before each GEMM, in blocks of 1 x 128 for
+            block-wise scales and otherwise with one scale per row, so float8 weights are for inference.
+        scale_down: The scale of w_down: [E / W, ceil(H / 128), ceil(I / 128)], [E / W, H, 1] or [E / W].
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: EpMoeConfig. None selects the best known config (see tdkernels.autotune). A config of the whole layer
             is looked up if the host waits for the number of rows. It is also looked up if max_tokens_per_rank is given,

@@ -53,7 +53,8 @@ def fp8_experts(
 ) -> "torch.Tensor":
     """Apply the experts of this rank, with weights in fp8, to their rows. Return the result in ``dtype``.
 
-    ``scales`` are those of w_gate_up and of w_down. Rows that were sent in fp8 are multiplied as they are.
+    ``scales`` are those of w_gate_up and of w_down. If the first are block-wise, rows that were sent in fp8 are
+    multiplied as they are.
     """
     hidden = fp8_product(recv.x, w_gate_up, scales[0], recv.splits, dtype, activation, recv.scales, config)
     return fp8_product(hidden, w_down, scales[1], recv.splits, dtype, config=config)

@@ -1,9 +1,16 @@
 """Grouped GEMMs with fp8 weights in layers of experts, for inference.
 
-A weight [E, N, K] has a block-wise scale for each 128 x 128 elements. Rows are quantized in blocks of 1 x 128 before
-each GEMM, unless they are codes already, such as those of ``ep_dispatch(quantize="fp8")``.
+Rows are quantized before each GEMM, by the kind of the weight's scale:
+
+    scale of a weight [E, N, K]          kind         scales of rows [R, K]
+    [E, ceil(N / 128), ceil(K / 128)]    block-wise   [R, ceil(K / 128)]
+    [E, N, 1], or one per expert: [E]    row-wise     [R, 1]
+
+Codes that were sent with block-wise scales, such as those of ``ep_dispatch(quantize="fp8")``, are multiplied as they
+are if the weight is block-wise. For a row-wise one they are quantized again.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +40,7 @@ def check_scales_given(operator: str, scales: tuple[Any, Any]) -> None:
 
 
 def check_fp8_experts(operator: str, x: Any, w: Any, scale: Any, name: str, scale_name: str) -> None:
-    """Check rows x [R, K], and fp8 weights w [E, N, K], called ``name``, with their block-wise scale ``scale_name``.
+    """Check rows x [R, K], and fp8 weights w [E, N, K], called ``name``, with their scale ``scale_name``.
 
     Raises:
         TypeError, ValueError: If they do not fit together. The message names the argument and its shape.
@@ -50,21 +57,32 @@ def check_fp8_scale(operator: str, x: Any, w: Any, scale: Any, name: str, scale_
     if w.shape[2] % CODE_MULTIPLE:
         raise ValueError(f"{operator}: the last dimension of {name} {shape_of(w)} must be a multiple of 16 for float8")
     check_tensor(operator, scale_name, scale, (torch.float32,), x)
-    fits = [w.shape[0], blocks(w.shape[1]), blocks(w.shape[2])]
-    if shape_of(scale) != fits:
+    experts, n, _ = w.shape
+    if shape_of(scale) not in (_block_shape(w), [experts, n, 1], [experts, 1, 1], [experts]):
         raise ValueError(
-            f"{operator}: {scale_name} {shape_of(scale)} must have the shape {fits}, a scale for each 128 x 128 "
-            f"elements of {name} {shape_of(w)}"
+            f"{operator}: {scale_name} {shape_of(scale)} must have the shape {_block_shape(w)} (block-wise), "
+            f"{[experts, n, 1]} (row-wise) or {[experts]} (one for each expert) for {name} {shape_of(w)}"
         )
 
 
-def check_fp8_config(operator: str, config: GroupGemmConfig | None, w: torch.Tensor, field: str = "") -> None:
-    """Raise ValueError if a config cannot multiply fp8 weights w. ``field`` is its name in the config of the call."""
-    if config is None:
-        return
-    reason = config.illegal(w.device, w.dtype) or invalid_tiles(config.tiles, "block")
-    if reason is not None:
-        raise ValueError(f"{operator}: config cannot run: {field}{reason}")
+def _block_shape(w):
+    """Return the shape of the block-wise scales of weights."""
+    return [w.shape[0], blocks(w.shape[1]), blocks(w.shape[2])]
+
+
+def scale_kind(w: torch.Tensor, scale: torch.Tensor) -> str:
+    """Return "block" or "row", the ``kind`` of ``Scales`` for fp8 weights and their scale."""
+    return "block" if shape_of(scale) == _block_shape(w) else "row"
+
+
+def check_fp8_tiles(
+    operator: str, tiles: Any, weights: Iterable[torch.Tensor], scales: Iterable[torch.Tensor], field: str = ""
+) -> None:
+    """Raise ValueError if tiles do not suit the scales of one of the weights. ``field`` is the name of their config."""
+    for w, scale in zip(weights, scales, strict=True):
+        reason = invalid_tiles(tiles, scale_kind(w, scale))
+        if reason is not None:
+            raise ValueError(f"{operator}: config cannot run: {field}{reason}")
 
 
 def reject_fp8_gradients(operator: str, *operands: torch.Tensor | None) -> None:
@@ -73,15 +91,16 @@ def reject_fp8_gradients(operator: str, *operands: torch.Tensor | None) -> None:
 
 
 def quantized(
-    rows: torch.Tensor, scales: torch.Tensor | None, w: torch.Tensor
+    rows: torch.Tensor, scales: torch.Tensor | None, w: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes, block-wise scales) of rows [R, K], which are codes already if they have scales [R, K / 128]."""
+    """Return (codes, scales) of rows [R, K] for weights w. ``kind``: that of ``scale_kind``.
+
+    With ``scales`` [R, ceil(K / 128)] the rows are codes already.
+    """
     dtype = FNUZ[0] if w.dtype in FNUZ else FP8[0]
-    if scales is None:
-        return quantize_fp8(rows, "block", dtype=dtype)
-    if rows.dtype == dtype:
+    if scales is not None and kind == "block" and rows.dtype == dtype:  # gfx942 multiplies other formats
         return rows, scales
-    return quantize_fp8(dequantize(rows, scales), "block", dtype=dtype)  # gfx942 multiplies other formats
+    return quantize_fp8(rows if scales is None else dequantize(rows, scales), kind, dtype=dtype)
 
 
 def fp8_product(
@@ -93,14 +112,14 @@ def fp8_product(
     Args:
         rows: Rows in bf16, fp16 or fp32, or codes with ``scales``.
         w: Codes of the weights.
-        scale_w: Block-wise scales of the weights.
+        scale_w: Their scale.
         splits: As for ``group_gemm``.
         out_dtype: See above.
         activation: As for ``group_gemm``.
         scales: Block-wise scales [R, ceil(K / 128)] of rows that are codes.
         config: As for ``group_gemm``.
     """
-    codes, scale_x = quantized(rows, scales, w)
+    codes, scale_x = quantized(rows, scales, w, scale_kind(w, scale_w))
     return group_gemm(
         codes, w, splits, activation=activation, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype, config=config
     )

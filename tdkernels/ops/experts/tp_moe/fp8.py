@@ -4,8 +4,8 @@
     "fused"    all-gather of the scales, ``moe_ag_gemm_kernel``    ``moe_gemm_rs_kernel``
     "torch"    all-gather of codes and scales, group_gemm          group_gemm, sums by token, reduce-scatter
 
-x and the input of the down stage are quantized in blocks of 1 x 128. The scales of x take 1/32 of the bytes of its
-codes; they are gathered before the codes are pushed.
+x and the input of the down stage are quantized in blocks of 1 x 128, or by row, as the scale of the weight needs. The
+scales of x take at most 1/32 of the bytes of its codes; they are gathered before the codes are pushed.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tdkernels.ops.common.scaling import BLOCK, Scales, layout_of
 from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import scaled_tiles, specialized_tiles
 from tdkernels.ops.common.torch_collectives import all_gather_rows
-from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized, scale_kind
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config, invariant_config
 from tdkernels.ops.experts.tp_moe.steps import (
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 def fp8_configs(
-    x: torch.Tensor, topk_ids: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, activation: str | None,
-    group: "dist.ProcessGroup", config: MoeTpConfig | None,
+    x: torch.Tensor, topk_ids: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor], activation: str | None, group: "dist.ProcessGroup",
+    config: MoeTpConfig | None,
 ) -> Configs:
     """Return the Configs of a call of tp_moe with fp8 weights: the given one, or the default. Nothing is tuned."""
     reject_max_ranks("tp_moe")
@@ -50,21 +51,22 @@ def fp8_configs(
         reject_invariant("tp_moe", "a group on several nodes")
     check_invariant("tp_moe", config)
     config = torch_across_nodes(config, MoeTpConfig, group)
+    kinds = [scale_kind(w, scale) for w, scale in zip((w_gate_up, w_down), scales, strict=True)]
     fields = {
         **first_fields(x, topk_ids, w_gate_up, activation), "w_dtype": str(w_gate_up.dtype),
-        "w_down_dtype": str(w_down.dtype), "config": as_argument(config),
+        "w_down_dtype": str(w_down.dtype), "scaling": ", ".join(kinds), "config": as_argument(config),
     }
     group_state(group).check_consensus_cached("tp_moe", fields)
     sizes = group.size() * topk_ids.shape[0], topk_ids.shape[1]
-    first = _complete(config, *sizes, w_gate_up, activation)
-    return Configs(first, _complete(config, *sizes, w_down), None)
+    first = _complete(config, *sizes, w_gate_up, kinds[0], activation)
+    return Configs(first, _complete(config, *sizes, w_down, kinds[1]), None)
 
 
-def _complete(config, tokens, choices, w, activation=None):
+def _complete(config, tokens, choices, w, kind, activation=None):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
-    layout = layout_of("block", use_fast_accum=False)
+    layout = layout_of(kind, use_fast_accum=False)
     if is_batch_invariant():
         return with_tiles(config, invariant_config(w.dtype, w.device, layout))
     default = default_config(tokens, choices, *w.shape, w.dtype, w.device)
@@ -76,9 +78,10 @@ def _complete(config, tokens, choices, w, activation=None):
 
 def _can_specialize(tiles, w, activation, layout):
     """Return whether the warp-specialized kernels support a GEMM with w, whose default tile is ``tiles``."""
-    # Each plane of an expert must start at a block boundary.
-    has_whole_blocks = activation is None or activation == "swiglu" and w.shape[1] % (2 * BLOCK) == 0
-    return has_whole_blocks and suits(tiles, w.shape[1], w.shape[2], w.dtype, w.device, layout)
+    # With block-wise scales each plane of an expert must start at a block boundary.
+    has_whole_blocks = layout != layout_of("block", use_fast_accum=False) or w.shape[1] % (2 * BLOCK) == 0
+    fits = activation is None or activation == "swiglu" and has_whole_blocks
+    return fits and suits(tiles, w.shape[1], w.shape[2], w.dtype, w.device, layout)
 
 
 def gate_up_stage(
@@ -86,13 +89,14 @@ def gate_up_stage(
     config: MoeTpConfig,
 ) -> torch.Tensor:
     """Quantize and gather the tokens x, and return the gate-up product h [R, ·] of their rows in the dtype of x."""
-    codes, scale_x = quantized(x, None, w)
+    kind = scale_kind(w, scale_w)
+    codes, scale_x = quantized(x, None, w, kind)
     if config.method == "torch":
         full = all_gather_rows(codes.view(torch.uint8), routing.group)  # NCCL of older versions has no fp8 types
         rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, routing.group)))
         return fp8_product(rows.view(codes.dtype), w, scale_w, routing.splits, x.dtype, activation, scale_x)
     full = all_gather(scale_x, group=routing.group) if routing.world_size > 1 else scale_x
-    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), "block", x.dtype, use_fast_accum=False)
+    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), kind, x.dtype, use_fast_accum=False)
     return launch_ag_gemm.launch(codes, w, routing, config, activation, scales=scales).y
 
 
@@ -104,6 +108,7 @@ def down_stage(
     weights = weights_of_ranks(topk_weights, routing)
     if config.method == "torch":
         return sums_of_rows(fp8_product(h, w, scale_w, routing.splits, h.dtype), routing, weights)
-    codes, scale_h = quantized(h, None, w)
-    scales = Scales(scale_h, scale_w.contiguous(), "block", h.dtype, use_fast_accum=False)
+    kind = scale_kind(w, scale_w)
+    codes, scale_h = quantized(h, None, w, kind)
+    scales = Scales(scale_h, scale_w.contiguous(), kind, h.dtype, use_fast_accum=False)
     return launch_gemm_rs.launch(codes, w, routing, weights, config, scales)

@@ -293,11 +293,12 @@ def tp_moe(
         w_down: This rank's columns of the second weight of every expert, [E, H, I / W], in the dtype of x, or in float8
             with ``scale_down``.
         activation: "swiglu", "swiglu_interleaved" or None.
-        scale_gate_up: For weights in float8: the scale of w_gate_up [E, N, H] in fp32, [E, ceil(N / 128),
-            ceil(H / 128)], one for each 128 x 128 elements. H and I / W must be multiples of 16. x is quantized in
-            blocks of 1 x 128 before it is sent, and the input of w_down before its GEMM, so float8 weights are for
+        scale_gate_up: For weights in float8: the scale of w_gate_up [E, N, H] in fp32. Block-wise, [E, ceil(N / 128),
+            ceil(H / 128)]: one for each 128 x 128 elements. Row-wise, [E, N, 1], or [E]: one for each expert. H and
+            I / W must be multiples of 16. x is quantized before it is sent, and the input of w_down before its GEMM, in
+            blocks of 1 x 128 for block-wise scales and otherwise with one scale per row, so float8 weights are for
             inference.
-        scale_down: The scale of w_down, [E, ceil(H / 128), ceil(I / W / 128)].
+        scale_down: The scale of w_down: [E, ceil(H / 128), ceil(I / W / 128)], [E, H, 1] or [E].
         group: As in ``moe_ag_gemm``.
         config: As in ``moe_ag_gemm``. With weights in float8 None is the default config, which is not tuned, and method
             "torch" uses torch's collectives only.
@@ -346,7 +347,7 @@ def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, activation
     configs, key = call_cache.lookup("tp_moe", group, (*operands, *scales), (activation, config))
     if configs is None:
         check_tp_moe(*operands, activation, config, scales)
-        configs = fp8_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+        configs = fp8_configs(x, topk_ids, w_gate_up, w_down, scales, activation, group, config)
         call_cache.insert(group, key, configs)
     reject_fp8_gradients("tp_moe", *operands, *scales)
     if not x.shape[0]:

@@ -4,9 +4,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.scaling import check_fp8, invalid_tiles
+from tdkernels.ops.common.scaling import check_fp8
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_tensor, shape_of
-from tdkernels.ops.experts.grouped_gemm.fp8_weights import check_fp8_experts, check_fp8_scale, check_scales_given
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
+    check_fp8_experts,
+    check_fp8_scale,
+    check_fp8_tiles,
+    check_scales_given,
+)
 from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts, check_method
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 
@@ -95,6 +100,7 @@ def check_tp_moe(
     else:
         check_fp8(operator, "w_down", w_down)
         check_fp8_scale(operator, x, w_down, scales[1], "w_down", "scale_down")
+        check_fp8_tiles(operator, config and config.tiles, (w_gate_up, w_down), scales)
 
 
 def _check_fp8_gate_up(operator, x, topk_ids, w_gate_up, scales, activation, config):
@@ -106,6 +112,3 @@ def _check_fp8_gate_up(operator, x, topk_ids, w_gate_up, scales, activation, con
     if isinstance(config, MoeTpConfig) and config.method == "torch":
         config = replace(config, method="fused")  # supports fp8 on all devices: only its collectives are torch's
     check_config(operator, config, MoeTpConfig, w_gate_up)
-    reason = None if config is None else invalid_tiles(config.tiles, "block")
-    if reason is not None:
-        raise ValueError(f"{operator}: config cannot run: {reason}")

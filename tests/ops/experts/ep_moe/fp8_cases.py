@@ -26,9 +26,10 @@ class Fp8Experts:
     Magnitudes of x and of the weights differ between rows, experts and blocks, so that a wrong scale gives a wrong y.
 
     Args:     tokens: T of each rank; width, hidden: H and I; dtype, weight_dtype: of x and of the weights
+              scalings: of both weights: "block", "row" or "expert"
     """
 
-    def __init__(self, tokens, width, hidden, dtype=BF16, weight_dtype=E4M3, seed=0):
+    def __init__(self, tokens, width, hidden, dtype=BF16, weight_dtype=E4M3, scalings=("block", "block"), seed=0):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.experts = 3 * world_size
         case = Routed(tokens_of(tokens)[:world_size], 2, self.experts, width, dtype, values="normal", seed=seed)
@@ -44,10 +45,12 @@ class Fp8Experts:
         case.all_x = (case.all_x * 0.1 * magnitudes(len(case.all_x), 1) * by_block(width)).to(dtype)
         case.x = case.all_x[case.mine].to(device())
         self.whole = {}
-        for name, n, k in (("w_gate_up", 2 * hidden, width), ("w_down", width, hidden)):
+        self.kinds = ["block" if scaling == "block" else "row" for scaling in scalings]
+        sizes = ("w_gate_up", 2 * hidden, width), ("w_down", width, hidden)
+        for scaling, (name, n, k) in zip(scalings, sizes, strict=True):
             w = torch.randn(self.experts, n, k, generator=case.generator) * k**-0.5
             w *= magnitudes(self.experts, 1, 1) * by_block(n)[:, None] * by_block(k)
-            self.whole[name] = quantized_weights(w, "block", weight_dtype)
+            self.whole[name] = quantized_weights(w, scaling, weight_dtype)
         mine = slice(3 * rank, 3 * rank + 3)
         self.own = {name: [part[mine].to(device()) for part in parts] for name, parts in self.whole.items()}
 
@@ -64,12 +67,15 @@ class Fp8Experts:
         (w_gate_up, scale_gate_up), (w_down, scale_down) = self.own["w_gate_up"], self.own["w_down"]
         case, out_dtype = self.case, self.case.dtype
         recv, handle = case.dispatch(quantize=quantize)
-        codes, scale = (recv.x, recv.scales) if quantize else tdkernels.quantize_fp8(recv.x, "block")
+        codes, scale = recv.x, recv.scales
+        if not quantize or self.kinds[0] == "row":
+            rows = dequantize(codes, scale) if quantize else codes
+            codes, scale = tdkernels.quantize_fp8(rows, self.kinds[0])
         hidden = tdkernels.group_gemm(
             codes, w_gate_up, recv.splits, activation="swiglu", scale_x=scale, scale_w=scale_gate_up,
             out_dtype=out_dtype,
         )
-        codes, scale = tdkernels.quantize_fp8(hidden, "block")
+        codes, scale = tdkernels.quantize_fp8(hidden, self.kinds[1])
         made = tdkernels.group_gemm(
             codes, w_down, recv.splits, scale_x=scale, scale_w=scale_down, out_dtype=out_dtype
         )
@@ -110,9 +116,9 @@ def multiplies_tokens_as_sent(tokens, width, options):
     assert (error <= allowed[case.mine]).all(), f"{error.max()}, {(error / allowed[case.mine]).max()}"
 
 
-def computes(tokens, width, hidden, dtype, weight_dtype, quantize):
+def computes(tokens, width, hidden, dtype, weight_dtype, quantize, scalings=("block", "block")):
     """Check y against fp64, and for equality with the sequence of operators. The second call comes from the cache."""
-    layer = Fp8Experts(tokens, width, hidden, dtype, weight_dtype, seed=hidden)
+    layer = Fp8Experts(tokens, width, hidden, dtype, weight_dtype, scalings, seed=hidden)
     expected = layer.call_steps(quantize)
     for _ in range(2):
         y = layer.call(quantize=quantize)
@@ -194,11 +200,12 @@ def rejects_invalid_arguments():
         (dict(scale_down=scale_down.to("meta")), ValueError, "but scale_down is on meta"),
         (
             dict(scale_gate_up=scale_gate_up[:, :1]), ValueError,
-            r"scale_gate_up \[3, 1, 2\] must have the shape \[3, 2, 2\], .* of w_gate_up \[3, 160, 144\]",
+            r"scale_gate_up \[3, 1, 2\] must have the shape \[3, 2, 2\] \(block-wise\), \[3, 160, 1\] \(row-wise\) or "
+            r"\[3\] \(one for each expert\) for w_gate_up \[3, 160, 144\]",
         ),
         (
             dict(scale_down=scale_down.mT), ValueError,
-            r"scale_down \[3, 1, 2\] must have the shape \[3, 2, 1\], .* of w_down \[3, 144, 80\]",
+            r"scale_down \[3, 1, 2\] must have the shape \[3, 2, 1\] .* for w_down \[3, 144, 80\]",
         ),
         (
             dict(w_gate_up=w_gate_up[:, :144], w_down=w_down[:, :, :72]), ValueError,
@@ -226,8 +233,8 @@ def converts_codes_for_fnuz_weights():
     """Codes that were sent are in the OCP format. For weights in the format of gfx942 they are converted."""
     x = torch.randn(5, 272, device=device()) * torch.exp(torch.randn(5, 1, device=device()))
     codes, scales = tdkernels.quantize_fp8(x, "block")
-    assert quantized(codes, scales, torch.empty(1, dtype=E5M2)) == (codes, scales)
-    converted, scales_of_converted = quantized(codes, scales, torch.empty(1, dtype=torch.float8_e5m2fnuz))
+    assert quantized(codes, scales, torch.empty(1, dtype=E5M2), "block") == (codes, scales)
+    converted, scales_of_converted = quantized(codes, scales, torch.empty(1, dtype=torch.float8_e5m2fnuz), "block")
     assert converted.dtype == torch.float8_e4m3fnuz
     error = dequantize(converted, scales_of_converted) - dequantize(codes, scales)
     # Both formats have 3 bits of mantissa, and the scale is the largest magnitude over 448 or 240.

@@ -24,6 +24,14 @@ def test_forward(sizes, dtypes, quantize):
     on_ranks(world_size, cases.computes, cases.UNEVEN, width, hidden, dtype, weight_dtype, quantize)
 
 
+@pytest.mark.parametrize("world_size, scalings, quantize", [
+    (2, ("row", "row"), None), (3, ("row", "expert"), "fp8"), (2, ("expert", "block"), "fp8"),
+    (1, ("block", "row"), None),
+])
+def test_other_scales(world_size, scalings, quantize):
+    on_ranks(world_size, cases.computes, cases.UNEVEN, 272, 144, *cases.DTYPES[0], quantize, scalings)
+
+
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_no_tokens(quantize):
     on_ranks(2, cases.computes, 0, 144, 80, *cases.DTYPES[0], quantize)

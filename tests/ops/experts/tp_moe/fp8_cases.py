@@ -32,10 +32,12 @@ class Fp8Slices:
     Magnitudes of x and of the weights differ between rows, experts and blocks, so that a wrong scale gives a wrong y.
 
     Args:     tokens: M / W; k, experts, width: k, E, H; hidden: I / W; activation: as of tp_moe
+              scalings: of both weights: "block", "row" or "expert"
     """
 
     def __init__(
-        self, tokens, k=2, experts=3, width=144, hidden=80, dtype=BF16, weight_dtype=E4M3, activation="swiglu", seed=0
+        self, tokens, k=2, experts=3, width=144, hidden=80, dtype=BF16, weight_dtype=E4M3, activation="swiglu",
+        scalings=("block", "block"), seed=0,
     ):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.dtype, self.activation, total = dtype, activation, tokens * world_size
@@ -56,11 +58,11 @@ class Fp8Slices:
         projections = 2 if activation else 1
         self.shards = [  # of all ranks; each rank's slices are quantized separately
             [
-                quantized_weights(w * magnitudes(experts, 1, 1) * by_block(w.shape[1])[:, None], "block", weight_dtype)
-                for w in (
+                quantized_weights(w * magnitudes(experts, 1, 1) * by_block(w.shape[1])[:, None], scaling, weight_dtype)
+                for scaling, w in zip(scalings, (
                     torch.randn(experts, projections * hidden, width, generator=generator) * width**-0.5,
                     torch.randn(experts, width, hidden, generator=generator) * hidden**-0.5 * by_block(hidden),
-                )
+                ), strict=True)
             ]
             for _ in range(world_size)
         ]
@@ -108,9 +110,9 @@ def computes(spec, config):
         layer.check(y)
 
 
-def stages_equal_group_gemm():
+def stages_equal_group_gemm(scaling="block"):
     """Check the rows of the gate-up stage, bitwise, against group_gemm of the gathered tokens."""
-    layer = Fp8Slices(20, width=272, hidden=144)
+    layer = Fp8Slices(20, width=272, hidden=144, scalings=(scaling, scaling))
     (w, scale_w), stage, found = layer.gate_up, fp8.gate_up_stage, []
 
     def record(x, w, scale, routing, *others):
@@ -124,7 +126,7 @@ def stages_equal_group_gemm():
     ((h, routing),) = found
     used = int(routing.splits.sum())
     tokens = routing.choices[:used].long() // layer.ids.shape[1]
-    codes, scale_x = tdkernels.quantize_fp8(layer.all_x.to(device()), "block")
+    codes, scale_x = tdkernels.quantize_fp8(layer.all_x.to(device()), "block" if scaling == "block" else "row")
     rows = codes.view(torch.uint8)[tokens].view(codes.dtype)
     expected = tdkernels.group_gemm(
         rows, w, routing.splits, activation="swiglu", scale_x=scale_x[tokens], scale_w=scale_w,
@@ -177,6 +179,13 @@ def reports_disagreement():
         layer.call()
 
 
+def reports_different_scalings():
+    """Ranks with scales of different kinds raise an error on every rank."""
+    layer = Fp8Slices(5, width=96, scalings=("block" if dist.get_rank() else "row", "block"))
+    with timeout(5.0), pytest.raises(ValueError, match="tp_moe: .*scaling"):
+        layer.call()
+
+
 def rejects_invalid_arguments():
     """Each rank rejects invalid arguments locally, before any launch; later calls are correct."""
     layer = Fp8Slices(4)
@@ -191,11 +200,12 @@ def rejects_invalid_arguments():
         (dict(w_down=w_down.bfloat16()), TypeError, "w_down is torch.bfloat16; with scales float8_e4m3fn"),
         (
             dict(scale_gate_up=layer.gate_up[1][:, :1]), ValueError,
-            r"scale_gate_up \[3, 1, 2\] must have the shape \[3, 2, 2\], .* of w_gate_up \[3, 160, 144\]",
+            r"scale_gate_up \[3, 1, 2\] must have the shape \[3, 2, 2\] \(block-wise\), \[3, 160, 1\] \(row-wise\) or "
+            r"\[3\] \(one for each expert\) for w_gate_up \[3, 160, 144\]",
         ),
         (
             dict(scale_down=layer.down[1].mT), ValueError,
-            r"scale_down \[3, 1, 2\] must have the shape \[3, 2, 1\], .* of w_down \[3, 144, 80\]",
+            r"scale_down \[3, 1, 2\] must have the shape \[3, 2, 1\] .* for w_down \[3, 144, 80\]",
         ),
         (dict(w_down=w_down[:, :, :64]), ValueError, r"w_down \[3, 144, 64\] must be \[E, H, I / W\] = \[3, 144, 80\]"),
         (
@@ -224,4 +234,8 @@ SPECS = {
     "fp32, interleaved": dict(tokens=9, width=128, hidden=128, dtype=FP32, activation="swiglu_interleaved", seed=2),
     "not activated": dict(tokens=6, k=1, width=48, hidden=272, activation=None, seed=3),
     "no tokens": dict(tokens=0),
+    "row-wise": dict(tokens=20, width=272, hidden=144, scalings=("row", "row"), seed=4),
+    "row-wise, interleaved": dict(tokens=9, activation="swiglu_interleaved", scalings=("row", "expert"), seed=5),
+    "block-wise, then row-wise": dict(tokens=11, dtype=FP16, scalings=("block", "row"), seed=6),
+    "by expert": dict(tokens=6, k=1, activation=None, weight_dtype=E5M2, scalings=("expert", "expert"), seed=7),
 }

@@ -94,7 +94,7 @@ def works_with_portable_kernels_on_other_ranks(spec, stages):
 
 
 def has_the_bits_in_fp8(tokens, stages, **changes):
-    """Check the layer with weights in fp8 and block-wise scales."""
+    """Check the layer with weights in fp8, by default with block-wise scales."""
     config = replace(FP8_CONFIG, stages=stages, chunk_rows=64)
     for seed in range(3):
         layer = Fp8Slices(tokens, seed=seed, **changes)

@@ -52,7 +52,9 @@ def test_ranks_with_different_kernels(spec):
 @pytest.mark.parametrize("world_size, stages", [(1, 1), (2, 2), (4, 4)])
 @pytest.mark.parametrize("changes", [
     dict(tokens=260, width=512, hidden=256), dict(tokens=77, width=272, hidden=128, activation=None),
-], ids=["swiglu", "not activated"])
+    dict(tokens=260, width=512, hidden=144, scalings=("row", "row")),
+    dict(tokens=77, width=272, hidden=128, activation=None, scalings=("expert", "row")),
+], ids=["swiglu", "not activated", "swiglu, row", "not activated, by expert and row"])
 def test_bits_in_fp8(world_size, stages, changes):
     on_ranks(world_size, specialized.has_the_bits_in_fp8, stages=stages, **changes)
 
