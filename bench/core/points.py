@@ -14,7 +14,7 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
     "tests", "solo", "solo_moe", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm", "latent",
-    "invariance", "group_gemm_scaled", "quantize", "float8_linear", *_SEQUENCE_PARALLEL,
+    "invariance", "group_gemm_scaled", "quantize", "float8_linear", "fp8_moe", *_SEQUENCE_PARALLEL,
 )
 
 
@@ -141,6 +141,11 @@ def read_layers(folder):
 def read_scaled_experts(folder):
     """Return the rows of grouped GEMMs with scaled fp8 operands."""
     return _read_kind(folder, "group_gemm_scaled")
+
+
+def read_fp8_layers(folder):
+    """Return the rows of layers of experts with weights in fp8."""
+    return _read_kind(folder, "fp8_moe")
 
 
 def read_quantize(folder):

@@ -10,7 +10,7 @@ from bench.collectives import report as collective_report
 from bench.core.points import BadRow
 from bench.dense import norm_report as gemm_norm_report
 from bench.dense import quantize_report
-from bench.experts import dispatch_plots, dispatch_report, grouped_gemm_report, moe_report, solo_report
+from bench.experts import dispatch_plots, dispatch_report, fp8_report, grouped_gemm_report, moe_report, solo_report
 from bench.models import report as models_report
 from bench.multinode_model import report as predicted_report
 from bench.rdma import report as network_report
@@ -96,7 +96,7 @@ def pages(rows):
         "experts": ("Layers of experts and grouped GEMM",
                     [moe_report.text(rows.layers), solo_report.text(rows.solo_moe),
                      grouped_gemm_report.text(rows.layers),
-                     grouped_gemm_report.scaled_text(rows.scaled_experts)]),
+                     grouped_gemm_report.scaled_text(rows.scaled_experts), fp8_report.text(rows.fp8_layers)]),
         "attention": ("Attention",
                       [flash_decode_report.text(rows.decode, _link), latent_report.text(rows.latent),
                        attention_report.text(rows.sequences)]),

@@ -41,6 +41,7 @@ class Rows:
     models: tuple = ()
     scaled: tuple = ()
     scaled_experts: tuple = ()
+    fp8_layers: tuple = ()
     quantize: tuple = ()
     invariance: tuple = ()
     dense_graphs: tuple = ()
@@ -61,7 +62,7 @@ def read(folder):
         solo_eager=points.read_solo(folder, graph=False), solo_moe=points.read_solo_moe(folder),
         torch_operators=points.read_torch_operators(folder), models=points.read_models(folder),
         scaled=points.read_scaled(folder), scaled_experts=points.read_scaled_experts(folder),
-        quantize=points.read_quantize(folder),
+        fp8_layers=points.read_fp8_layers(folder), quantize=points.read_quantize(folder),
         invariance=points.read_invariance(folder), dense_graphs=points.read_dense_graphs(folder),
         faults=faults_report.read(folder),
     )
