@@ -19,11 +19,10 @@ from tests.ops.experts.dispatch.cases import (
     UNEVEN,
     case_of,
     config_of,
-    dispatch_error,
     expected_gradients_of_combine,
-    invalid_id_message,
     quantize_ref,
 )
+from tests.ops.experts.dispatch.limit_cases import dispatch_error, invalid_id_message
 from tests.ops.experts.dispatch.oracle import FP16, FP32
 from tests.ops.experts.dispatch.rank_cases import padded
 from tests.support.ranks import device

@@ -7,7 +7,7 @@ from tdkernels import EpConfig
 from tdkernels.ops.experts.dispatch.config import COMBINES, default_config
 from tdkernels.ops.experts.dispatch.counting import _Counting
 from tdkernels.ops.experts.dispatch.request import RoutingShape
-from tests.ops.experts.dispatch import cases
+from tests.ops.experts.dispatch import cases, limit_cases, phase_cases, torch_backend_cases
 from tests.ops.experts.dispatch.cases import SMALL, UNEVEN
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
 from tests.support.ranks import DEVICE, on_ranks
@@ -146,7 +146,7 @@ def test_bitwise_deterministic():
 
 @pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "per expert"), (3, "torch")])
 def test_capacity(world_size, config):
-    on_ranks(world_size, cases.respects_capacity, CONFIGS[config])
+    on_ranks(world_size, limit_cases.respects_capacity, CONFIGS[config])
 
 
 # The required capacity is given by the rows that a rank receives, or by the tokens that a rank sends.
@@ -156,7 +156,7 @@ FULL_STAGE = dict(tokens=[6, 0, 0, 0], k=3, experts_each=1, width=8, ids="distin
 
 @pytest.mark.parametrize("world_size, spec, limit", [(1, FULL_RANK, 0), (3, FULL_RANK, 0), (3, FULL_STAGE, 1)], ids=str)
 def test_overflow(world_size, spec, limit):
-    on_ranks(world_size, cases.rejects_overflow, spec, limit)
+    on_ranks(world_size, limit_cases.rejects_overflow, spec, limit)
 
 
 @pytest.mark.parametrize("wrong, id_dtype", [
@@ -164,13 +164,13 @@ def test_overflow(world_size, spec, limit):
 ], ids=str)
 @each_method
 def test_invalid_ids(config, wrong, id_dtype):
-    on_ranks(3, cases.rejects_invalid_ids, wrong, 0, id_dtype, CONFIGS[config])
+    on_ranks(3, limit_cases.rejects_invalid_ids, wrong, 0, id_dtype, CONFIGS[config])
 
 
 @each_method
 @pytest.mark.parametrize("where", [0, 1])
 def test_invalid_ids_are_reported_with_their_rank(where, config):
-    on_ranks(3, cases.rejects_invalid_ids, 100, where, torch.int64, CONFIGS[config])
+    on_ranks(3, limit_cases.rejects_invalid_ids, 100, where, torch.int64, CONFIGS[config])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -199,28 +199,28 @@ def test_scales(world_size, config):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_invalid_arguments(world_size):
-    on_ranks(world_size, cases.rejects_invalid_arguments)
+    on_ranks(world_size, limit_cases.rejects_invalid_arguments)
 
 
 @pytest.mark.parametrize("world_size, config, options", [
     (1, "default", {}), (2, "per expert", {"max_tokens": 40}), (3, "small", {"quantize": "fp8"}),
 ], ids=str)
 def test_separate_send_and_receive(world_size, config, options):
-    on_ranks(world_size, cases.sends_and_receives_separately, CONFIGS[config], options)
+    on_ranks(world_size, phase_cases.sends_and_receives_separately, CONFIGS[config], options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_receive_is_required_before_next_send(world_size):
-    on_ranks(world_size, cases.requires_receive_before_next_send)
+    on_ranks(world_size, phase_cases.requires_receive_before_next_send)
 
 
 def test_receive_only_once():
-    on_ranks(2, cases.receives_only_once)
+    on_ranks(2, phase_cases.receives_only_once)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_separate_phases_have_no_gradient(world_size):
-    on_ranks(world_size, cases.separate_phases_have_no_gradient)
+    on_ranks(world_size, phase_cases.separate_phases_have_no_gradient)
 
 
 def test_operands_may_be_overwritten_after_the_call():
@@ -251,40 +251,40 @@ def test_invalid_configs():
 
 
 def test_torch_separate_send_and_receive():
-    on_ranks(2, cases.torch_backend_sends_and_receives_separately)
+    on_ranks(2, torch_backend_cases.torch_backend_sends_and_receives_separately)
 
 
 def test_torch_quantizes_identically():
-    on_ranks(2, cases.torch_backend_quantizes_identically)
+    on_ranks(2, torch_backend_cases.torch_backend_quantizes_identically)
 
 
 def test_torch_mixed_cached_calls():
-    on_ranks(3, cases.torch_backend_reports_mixed_cached_calls)
+    on_ranks(3, torch_backend_cases.torch_backend_reports_mixed_cached_calls)
 
 
 def test_torch_rejects_mixed_backends():
-    on_ranks(2, cases.rejects_mixed_backends)
+    on_ranks(2, torch_backend_cases.rejects_mixed_backends)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_torch_errors_on_all_ranks(world_size):
-    on_ranks(world_size, cases.torch_backend_reports_errors_on_all_ranks)
+    on_ranks(world_size, torch_backend_cases.torch_backend_reports_errors_on_all_ranks)
 
 
 def test_torch_different_rows():
-    on_ranks(3, cases.torch_backend_reports_different_rows)
+    on_ranks(3, torch_backend_cases.torch_backend_reports_different_rows)
 
 
 def test_torch_needs_no_symmetric_memory():
-    on_ranks(2, cases.needs_no_symmetric_memory, SPECS["uneven"])
+    on_ranks(2, torch_backend_cases.needs_no_symmetric_memory, SPECS["uneven"])
 
 
 def test_torch_with_max_tokens_per_rank():
-    on_ranks(3, cases.torch_backend_takes_max_tokens_per_rank)
+    on_ranks(3, torch_backend_cases.torch_backend_takes_max_tokens_per_rank)
 
 
 def test_selected_torch_backend():
-    on_ranks(3, cases.uses_selected_torch_backend)
+    on_ranks(3, torch_backend_cases.uses_selected_torch_backend)
 
 
 def test_compiled_with_graph_breaks():

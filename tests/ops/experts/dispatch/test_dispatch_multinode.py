@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from tdkernels import EpConfig
-from tests.ops.experts.dispatch import cases, low_latency_cases, multinode_cases, rank_cases
+from tests.ops.experts.dispatch import (
+    cases,
+    limit_cases,
+    low_latency_cases,
+    multinode_cases,
+    phase_cases,
+    rank_cases,
+    torch_backend_cases,
+)
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
 from tests.ops.experts.dispatch.test_dispatch import BITS, CONFIGS, FULL_RANK, FULL_STAGE, SMALL, SPECS
 from tests.support.ranks import DEVICE, on_ranks
@@ -81,16 +89,16 @@ def test_quantized_and_scales(world_size, local):
 
 @thorough
 def test_capacity():
-    on_ranks(2, on_nodes, 1, cases.respects_capacity, PER_EXPERT)
+    on_ranks(2, on_nodes, 1, limit_cases.respects_capacity, PER_EXPERT)
 
 
 @pytest.mark.parametrize("world_size, local, spec, limit", [(4, 2, FULL_RANK, 0), (3, 1, FULL_STAGE, 1)], ids=str)
 def test_overflow(world_size, local, spec, limit):
-    on_ranks(world_size, on_nodes, local, cases.rejects_overflow, spec, limit)
+    on_ranks(world_size, on_nodes, local, limit_cases.rejects_overflow, spec, limit)
 
 
 def test_torch_needs_no_symmetric_memory():
-    on_ranks(4, on_nodes, 2, cases.needs_no_symmetric_memory, SPECS["uneven"])
+    on_ranks(4, on_nodes, 2, torch_backend_cases.needs_no_symmetric_memory, SPECS["uneven"])
 
 
 @emulated_only
@@ -100,12 +108,12 @@ def test_overflow_sends_nothing():
 
 @thorough
 def test_invalid_ids():
-    on_ranks(3, on_nodes, 1, cases.rejects_invalid_ids, 100, 1, torch.int64, None)
+    on_ranks(3, on_nodes, 1, limit_cases.rejects_invalid_ids, 100, 1, torch.int64, None)
 
 
 @pytest.mark.parametrize("world_size, local, config, options", SEPARATE_PHASES, ids=str)
 def test_separate_send_and_receive(world_size, local, config, options):
-    on_ranks(world_size, on_nodes, local, cases.sends_and_receives_separately, CONFIGS[config], options)
+    on_ranks(world_size, on_nodes, local, phase_cases.sends_and_receives_separately, CONFIGS[config], options)
 
 
 # ---- between the ranks ----

@@ -12,9 +12,10 @@ from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
-from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of, without_symmetric_memory
+from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of
 from tests.ops.experts.dispatch.low_latency_cases import record_launches
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
+from tests.ops.experts.dispatch.torch_backend_cases import without_symmetric_memory
 from tests.support import moe_oracle
 from tests.support.dense_oracle import assert_close
 from tests.support.moe_oracle import NAMES
