@@ -11,8 +11,8 @@ from tdkernels import explain
 from tdkernels.autotune import on_demand, selection
 from tdkernels.autotune.tunable import plain_ms, tunable
 from tests.autotune.attention_support import FP32, entry_of, problem_of
+from tests.autotune.selection_support import capture_log, tables_in
 from tests.autotune.test_cost_model import GPU, H200
-from tests.autotune.test_selection import capture_log, tables_in
 
 DECODE = "flash_decode"
 FP8 = torch.float8_e4m3fn

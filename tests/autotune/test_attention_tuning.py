@@ -22,7 +22,7 @@ from tests.autotune.attention_support import (
     problem_of,
 )
 from tests.autotune.entries import cache_in
-from tests.autotune.test_selection import capture_log, count_calls, store_entries, tables_in
+from tests.autotune.selection_support import capture_log, count_calls, store_entries, tables_in
 from tests.ops.attention.ulysses.cases import Projection
 from tests.support.ranks import a_group, device, on_ranks
 from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus

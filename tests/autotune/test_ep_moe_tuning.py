@@ -30,7 +30,7 @@ from tdkernels.symm.group import group_state
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of
-from tests.autotune.test_selection import count_calls, store_entries, tables_in
+from tests.autotune.selection_support import count_calls, store_entries, tables_in
 from tests.ops.experts.dispatch.oracle import BF16, FP32
 from tests.ops.experts.ep_moe.cases import Layer
 from tests.support.aot import recorded_launches

@@ -14,8 +14,8 @@ from tdkernels.symm.group import alone
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of
+from tests.autotune.selection_support import store_entries, tables_in
 from tests.autotune.test_ep_tuning import check_compiled_ahead
-from tests.autotune.test_selection import store_entries, tables_in
 from tests.ops.experts.dispatch.oracle import BF16, FP32
 from tests.ops.experts.grouped_gemm.oracle import Grouped
 from tests.support.ranks import DEVICE, device, on_ranks

@@ -1,11 +1,9 @@
 """Config selection: the order of sources, and that all ranks select the same config if their files differ."""
 
-import contextlib
 import logging
 import os
 import re
-from dataclasses import asdict, replace
-from importlib import import_module
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,152 +11,31 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import autotune, explain
-from tdkernels.autotune import disk_cache, on_demand, selection, table, tuner
-from tdkernels.autotune.hardware import KIN, Hardware
-from tdkernels.autotune.problem import Problem, gpu_name
-from tdkernels.autotune.tunable import tunable, versions
-from tdkernels.ops.common import gemm_tunable, tunable_base
-from tdkernels.runtime import gpu as runtime_gpu
+from tdkernels.autotune import disk_cache, selection, tuner
+from tdkernels.autotune.hardware import KIN
+from tdkernels.autotune.problem import gpu_name
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.common import tunable_base
 from tdkernels.symm.group import group_state
-from tests.autotune.entries import cache_in, make_entry
-from tests.autotune.support import replace_in
-from tests.ops.dense.specialized_support import pretend_hopper
-from tests.support.dense_oracle import OPERATORS, Case, whole_shape
-from tests.support.ranks import a_group, device, fresh_ranks, on_ranks
-
-FP32 = torch.float32
-# Rows, n and k of a rank, see Case. On two ranks M, N, K are 32, 32, 16 for AG-GEMM, 32, 16, 32 for GEMM-RS and
-# 16, 16, 32 for GEMM-AR.
-ROWS, N, K = 16, 16, 16
-# The operator that computes the gradient of x.
-DUAL = {"ag_gemm": "gemm_rs", "gemm_rs": "ag_gemm"}
-
-
-@contextlib.contextmanager
-def tables_in(folder, mode="cached", user="user"):
-    """On a rank: use a user cache and shipped tables in ``folder``, and drop tables read before."""
-    with pytest.MonkeyPatch.context() as patch, cache_in(folder / user), autotune.mode(mode):
-        patch.setattr(disk_cache, "SHIPPED", folder / "shipped")
-        patch.setattr(on_demand, "_warned", set())
-        yield
-
-
-def case_of(operator, rows=ROWS, seed=0):
-    return Case(operator, FP32, rows, N, K, exact=True, seed=seed)
-
-
-def problem_of(operator, shape=None, layout="nk", world_size=2):
-    if shape is None:
-        shape = whole_shape(operator, ROWS, N, K, 2)
-    return Problem(operator, gpu_name(device()), world_size, world_size, "float32", layout, shape)
-
-
-def untuned_config(operator):
-    """Return what ``record_configs`` records without a table entry; on a GPU, so few rows run the torch baseline."""
-    config = tunable(operator).fallback(problem_of(operator), device())
-    return "torch" if config.method == "torch" else config
-
-
-def config_of(operator, number):
-    """Return a legal config; configs with different numbers are distinct."""
-    field = "num_comm_sms" if operator == "ag_gemm" else "item_tiles"
-    return replace(tunable(operator).default(problem_of(operator), device()), **{field: number})
-
-
-def entry_of(operator, config, shape=None, layout="nk", ms=2.0, **other_versions):
-    """Return an entry for a config, or for a dict of its fields."""
-    op = tunable(operator)
-    values = config if isinstance(config, dict) else op.config_to_dict(config)
-    problem = problem_of(operator, shape, layout)
-    return table.Entry(problem, {**versions(op), **other_versions}, values, ms, plain_ms=3.0, when="2026-01-02")
-
-
-def store_entries(*entries):
-    """Store entries in the user's cache. Only rank 0 writes, because ranks may share the cache."""
-    if dist.get_rank() == 0:
-        disk_cache.store(entries)
-    dist.barrier()
-    disk_cache.forget()
-
-
-def ship(folder, *entries):
-    """Write entries of one operator as its shipped table."""
-    if dist.get_rank() == 0:
-        problem = entries[0].problem
-        file = folder / "shipped" / disk_cache.path(problem.operator, problem.gpu).relative_to(disk_cache.folder())
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(table.to_json(entries), encoding="utf-8")
-    dist.barrier()
-
-
-@contextlib.contextmanager
-def record_configs():
-    """Record the configs that run, by operator; the unfused baseline of a forward is recorded as "torch"."""
-    ran = {operator: [] for operator in OPERATORS}
-    with pytest.MonkeyPatch.context() as patch:
-        for operator in OPERATORS:
-            module, launcher = (import_module(f"tdkernels.ops.dense.{operator}.{name}") for name in ("op", "launch"))
-            launch, plain = launcher.launch, getattr(module, f"{operator}_ref")
-
-            def launch_(x, weight, bias, group, config, *args, ran=ran[operator], launch=launch, **options):
-                ran.append(config)
-                return launch(x, weight, bias, group, config, *args, **options)
-
-            def plain_(*args, ran=ran[operator], plain=plain, **options):
-                ran.append("torch")
-                return plain(*args, **options)
-
-            patch.setattr(launcher, "launch", launch_)
-            patch.setattr(module, f"{operator}_ref", plain_)
-        yield ran
-
-
-@contextlib.contextmanager
-def count_calls(owner, name):
-    """Count the calls of a function."""
-    count, real = [0], getattr(owner, name)
-
-    def wrapper(*args, **options):
-        count[0] += 1
-        return real(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrapper)
-        yield count
-
-
-@contextlib.contextmanager
-def capture_log(level=logging.INFO):
-    """Capture the library's log records at this level and above."""
-    records, logger = [], logging.getLogger("tdkernels")
-    handler = logging.Handler()
-    handler.emit = records.append
-    previous_level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(previous_level)
-
-
-def check_run(operator, group, rows=ROWS, **options):
-    """Clear the group's selected configs, run and check a call, and return (config that ran, its source)."""
-    choices = group_state(group).choices
-    choices.clear()
-    case = case_of(operator, rows)
-    with record_configs() as ran:
-        case.check({"output": case.call(group=group, **options)})
-    assert len(ran[operator]) == 1 or autotune.get_mode() == "on"
-    config = ran[operator][-1]
-    if not choices:
-        return config, None
-    [((problem, mode), choice)] = choices.items()
-    assert mode == autotune.get_mode() and problem.shape == case.shape
-    assert choice.config == config or config == choice.config.method == "torch"
-    return config, choice.source
-
+from tests.autotune.selection_support import (
+    DUAL,
+    FP32,
+    ROWS,
+    capture_log,
+    case_of,
+    check_run,
+    config_of,
+    count_calls,
+    entry_of,
+    problem_of,
+    record_configs,
+    ship,
+    store_entries,
+    tables_in,
+    untuned_config,
+)
+from tests.support.dense_oracle import OPERATORS
+from tests.support.ranks import a_group, device, on_ranks
 
 # ---- the order of sources ----
 
@@ -392,93 +269,6 @@ def test_mismatched_modes_or_shapes_are_reported_on_every_rank(tmp_path, what):
     on_ranks(2, check_mismatch, tmp_path, what)
 
 
-# ---- tuning on a miss ----
-
-
-def check_tuning_on_a_miss(folder, expected):
-    """Run two calls in mode "on"; ``expected`` is how often each of them tunes, or None."""
-    with a_group() as group, tables_in(folder, "on"), count_calls(tuner, "tune_problem") as count:
-        case = case_of("ag_gemm")
-        counts = []
-        for _ in range(2):
-            before = count[0]
-            case.check(case.run(group=group) if expected is None else {"output": case.call(group=group)})
-            counts.append(count[0] - before)
-        assert expected is None or counts == expected, counts
-        [choice] = [c for (problem, _), c in group_state(group).choices.items() if problem == problem_of("ag_gemm")]
-        assert choice.source == "cache" and choice.entry.ms > 0
-        file = disk_cache.path("ag_gemm", gpu_name(device()))
-        assert problem_of("ag_gemm") in {entry.problem for entry in disk_cache.load(file)}
-        config = choice.config
-        del group
-    return config
-
-
-def test_mode_on_tunes_once_and_later_processes_reuse_it(tmp_path):
-    first = on_ranks(2, check_tuning_on_a_miss, tmp_path, [1, 0])
-    with fresh_ranks(2) as pool:
-        later = pool.run(check_tuning_on_a_miss, tmp_path, [0, 0])
-    assert first == later == [first[0]] * 2
-
-
-def check_when_tuning_happens(folder):
-    tuned = config_of("ag_gemm", 3)
-    near = tuple(2 * size for size in problem_of("ag_gemm").shape)
-    with a_group() as group, tables_in(folder), count_calls(tuner, "tune_problem") as count:
-        for mode in ("off", "cached"):
-            with autotune.mode(mode):
-                assert check_run("ag_gemm", group)[1] == "default"
-        with autotune.mode("on"):
-            check_run("ag_gemm", group, config=tuned)
-            ship(folder, entry_of("ag_gemm", tuned))
-            assert check_run("ag_gemm", group) == (tuned, "shipped")
-            assert count == [0]
-            ship(folder, entry_of("ag_gemm", tuned, near))
-            assert check_run("ag_gemm", group)[1] == "cache"  # an entry of a near shape does not prevent tuning
-            assert count == [1]
-        with autotune.mode("on"):
-            assert check_run("ag_gemm", group)[1] == "cache" and count == [1]
-        del group
-
-
-def test_only_mode_on_tunes_and_only_untuned_problems(tmp_path):
-    on_ranks(2, check_when_tuning_happens, tmp_path)
-
-
-def check_no_tuning_in_a_capture(folder):
-    with a_group() as group, tables_in(folder, "on"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "_capturing", lambda device: dist.get_rank() == 1)
-        with count_calls(tuner, "tune_problem") as count:
-            case = case_of("ag_gemm")
-            case.check({"output": case.call(group=group)})
-        assert count == [0] and not group_state(group).choices, "it is tuned at the next call outside a capture"
-        del group
-
-
-def test_no_rank_tunes_while_a_rank_captures(tmp_path):
-    on_ranks(2, check_no_tuning_in_a_capture, tmp_path)
-
-
-def check_failed_tuning(folder):
-    """Check that after a tuning error the call runs the config that it would run without tuning."""
-    op = tunable("ag_gemm")
-
-    def operands(*_):
-        raise MemoryError("no room")
-
-    with a_group() as group, tables_in(folder, "on"), pytest.MonkeyPatch.context() as patch:
-        replace_in(patch, op, "operands", operands)
-        with capture_log(logging.WARNING) as warnings:
-            assert check_run("ag_gemm", group) == (untuned_config("ag_gemm"), "default")
-        messages = [record.getMessage() for record in warnings if "could not be tuned" in record.getMessage()]
-        assert len(messages) == (dist.get_rank() == 0) and all("no room" in message for message in messages)
-        del group
-
-
-def test_call_runs_if_tuning_fails(tmp_path):
-    on_ranks(2, check_failed_tuning, tmp_path)
-
-
 # ---- torch.compile ----
 
 
@@ -588,115 +378,3 @@ def test_rank_0_logs_one_line_per_shape(tmp_path):
 def test_autotune_is_off_by_default_in_tests():
     # Other tests must not depend on the configs that were tuned on this machine.
     assert os.environ["TDKERNELS_AUTOTUNE"] == "off" and autotune.get_mode() == "off"
-
-
-# ---- problems without table entries ----
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
-    """On a simulated GPU: medium M is too large for one tile and too small for overlap to pay."""
-    rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
-    monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
-    monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: 132)
-    op, gpu = tunable(operator), torch.device("cuda", 0)
-    for capability, medium in (((8, 0), "torch"), ((9, 0), "fused")):  # Hopper has kernels that are fast there, too
-        monkeypatch.setattr(runtime_gpu, "capability", lambda device, value=capability: value)
-        methods = {
-            m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
-            for m in (4, 64, 1024, 8192, 32768)
-        }
-        assert methods == {4: "fused", 64: "fused", 1024: medium, 8192: "fused", 32768: "fused"}
-    on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
-    wide = Problem(operator, "NVIDIA Testing", 4, 4, "float32", "nk", (64, 8192, 8192))
-    for problem in (on_nodes, wide):
-        assert op.fallback(problem, gpu).method == "torch", "small-M kernels need one node and a 16-bit dtype"
-
-
-def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
-    problem = Problem("ag_gemm", "cpu", 2, 2, "float32", "nk", (4, 4, 4))
-    assert tunable("ag_gemm").fallback(problem, torch.device("cpu")).method == "fused"
-
-
-def simulated_hopper(monkeypatch):
-    """Return a device with the properties of an H200 on which configs depend."""
-    pretend_hopper(monkeypatch)
-    monkeypatch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: 227 << 10)
-    return torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("operator, lower, higher", [
-    ("gemm_rs", {"transport": "forward"}, {"transport": "direct"}),
-    ("gemm_rs", {"transport": "direct"}, {"transport": "direct", "warp_specialize": True}),
-    ("gemm_ar", {"transport": "forward"}, {"transport": "direct", "warp_specialize": True}),
-    ("ag_gemm", {"transport": "push"}, {"transport": "push", "warp_specialize": True}),
-    ("ag_gemm", {"method": "parts"}, {"transport": "push", "warp_specialize": True}),
-    ("gemm_rs", {"method": "torch"}, {"transport": "direct"}),
-])
-def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, higher, monkeypatch):
-    """On a simulated Hopper GPU the default has the highest kind of kernel for this shape."""
-    tuned, device = tunable(operator), simulated_hopper(monkeypatch)
-    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: [])
-    current = versions(tuned)
-    problem = Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (8192, 8192, 8192))
-    best = tuned.default(problem, device)
-    assert best.warp_specialize
-
-    def selected(changes, default=best, current_kernels=False, modelled=False, near=False):
-        config = tuned.config_to_dict(replace(best, **{"warp_specialize": False, **changes}))
-        kernels = {**current, "kernels": current["kernels"] if current_kernels else "older"}
-        entry = make_entry(operator, config=config, versions=kernels, modelled=modelled)
-        entry = replace(entry, problem=replace(problem, shape=(8192, 8192, 4096)) if near else problem)
-        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: [entry])
-        monkeypatch.setattr(type(tuned), "default", lambda self, problem, device: default)
-        return selection.look_up(tuned, problem, device, "cached").source
-
-    of_higher = replace(best, **{"warp_specialize": False, **higher})
-    assert selected(lower, of_higher) == selected(lower, of_higher, near=True) == "default"
-    assert selected(lower, of_higher, current_kernels=True) == "shipped"
-    assert selected(lower, of_higher, modelled=True) == "modelled"
-    assert selected(higher, of_higher) == "shipped" and selected(higher, of_higher, near=True) == "nearest"
-    assert selected(higher, replace(best, **{"warp_specialize": False, **lower})) == "shipped"
-
-
-def test_few_rows_keep_older_measurements(monkeypatch):
-    tuned, device = tunable("ag_gemm"), simulated_hopper(monkeypatch)
-    for m, superseded in ((512, False), (1024, True)):
-        problem = Problem("ag_gemm", "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192))
-        assert tuned.default(problem, device).warp_specialize
-        assert tuned.is_superseded(tdkernels.AgGemmConfig(), problem, device) == superseded
-
-
-def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):
-    tuned, device = tunable("gemm_rs"), torch.device("cpu")
-    current = versions(tuned)
-    mine = []
-
-    def entry(item_tiles, kernels, day, modelled=False):
-        config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=item_tiles))
-        kernels = {**current, "kernels": kernels}
-        return make_entry("gemm_rs", config=config, versions=kernels, modelled=modelled, when=f"2026-01-{day:02}")
-
-    older, now, model = entry(1, "older", 8), entry(2, current["kernels"], 8), entry(3, "older", 9, modelled=True)
-    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: mine)
-
-    def selected(*entries, shape=older.problem.shape):
-        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: list(entries))
-        choice = selection.look_up(tuned, replace(older.problem, shape=shape), device, "cached")
-        return choice.config.item_tiles, choice.source
-
-    assert selected(older) == (1, "shipped")
-    assert selected(older, model) == selected(model, older) == selected(model) == (3, "modelled")
-    assert selected(older, now, model) == selected(model, now) == (2, "shipped")
-    for day in (9, 10):  # measured when the model was, or later
-        later = replace(older, when=f"2026-01-{day:02}")
-        assert selected(later, model) == selected(model, later) == (1, "shipped")
-    assert selected(replace(now, versions={**now.versions, "torch": "older"}), model) == (2, "shipped")
-    near = (8192, 4096, 8192)
-    assert selected(model, shape=near) == (3, "nearest")
-    for kernels in ("0000", "zzzz"):  # the order of the hashes does not matter
-        other = replace(older, versions={**current, "kernels": kernels})
-        assert selected(other, model, shape=near) == selected(model, other, shape=near) == (3, "nearest")
-    mine.append(now)
-    assert selected(model) == (2, "cache")
-    assert selected(older, model, shape=near) == (2, "nearest")

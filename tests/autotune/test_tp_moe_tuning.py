@@ -22,7 +22,7 @@ from tdkernels.symm.group import group_state
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of, problem_of
-from tests.autotune.test_selection import count_calls, store_entries, tables_in
+from tests.autotune.selection_support import count_calls, store_entries, tables_in
 from tests.ops.experts.tp_moe.oracle import BF16, FP32, Sliced
 from tests.support.aot import recorded_launches
 from tests.support.moe_oracle import NAMES

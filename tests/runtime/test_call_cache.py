@@ -18,7 +18,7 @@ from tdkernels.ops.dense.gemm_ar import op as gemm_ar_op
 from tdkernels.ops.dense.gemm_rs import op as gemm_rs_op
 from tdkernels.runtime import call_cache
 from tdkernels.symm.group import group_state
-from tests.autotune.test_selection import entry_of, store_entries, tables_in
+from tests.autotune.selection_support import entry_of, store_entries, tables_in
 from tests.support.ranks import a_group, device, on_ranks
 
 K = 16

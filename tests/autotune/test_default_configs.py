@@ -1,0 +1,126 @@
+"""Configs of problems without table entries, and defaults that supersede older entries."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import tdkernels
+from tdkernels.autotune import disk_cache, selection
+from tdkernels.autotune.hardware import Hardware
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.tunable import tunable, versions
+from tdkernels.ops.common import gemm_tunable
+from tdkernels.runtime import gpu as runtime_gpu
+from tests.autotune.entries import make_entry
+from tests.ops.dense.specialized_support import pretend_hopper
+from tests.support.dense_oracle import OPERATORS
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_fallback_is_torch_for_medium_m_on_a_gpu(operator, monkeypatch):
+    """On a simulated GPU: medium M is too large for one tile and too small for overlap to pay."""
+    rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
+    monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
+    monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: 132)
+    op, gpu = tunable(operator), torch.device("cuda", 0)
+    for capability, medium in (((8, 0), "torch"), ((9, 0), "fused")):  # Hopper has kernels that are fast there, too
+        monkeypatch.setattr(runtime_gpu, "capability", lambda device, value=capability: value)
+        methods = {
+            m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
+            for m in (4, 64, 1024, 8192, 32768)
+        }
+        assert methods == {4: "fused", 64: "fused", 1024: medium, 8192: "fused", 32768: "fused"}
+    on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
+    wide = Problem(operator, "NVIDIA Testing", 4, 4, "float32", "nk", (64, 8192, 8192))
+    for problem in (on_nodes, wide):
+        assert op.fallback(problem, gpu).method == "torch", "small-M kernels need one node and a 16-bit dtype"
+
+
+def test_fallback_is_fused_on_cpu_ranks(monkeypatch):
+    problem = Problem("ag_gemm", "cpu", 2, 2, "float32", "nk", (4, 4, 4))
+    assert tunable("ag_gemm").fallback(problem, torch.device("cpu")).method == "fused"
+
+
+def simulated_hopper(monkeypatch):
+    """Return a device with the properties of an H200 on which configs depend."""
+    pretend_hopper(monkeypatch)
+    monkeypatch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: 227 << 10)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("operator, lower, higher", [
+    ("gemm_rs", {"transport": "forward"}, {"transport": "direct"}),
+    ("gemm_rs", {"transport": "direct"}, {"transport": "direct", "warp_specialize": True}),
+    ("gemm_ar", {"transport": "forward"}, {"transport": "direct", "warp_specialize": True}),
+    ("ag_gemm", {"transport": "push"}, {"transport": "push", "warp_specialize": True}),
+    ("ag_gemm", {"method": "parts"}, {"transport": "push", "warp_specialize": True}),
+    ("gemm_rs", {"method": "torch"}, {"transport": "direct"}),
+])
+def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, higher, monkeypatch):
+    """On a simulated Hopper GPU the default has the highest kind of kernel for this shape."""
+    tuned, device = tunable(operator), simulated_hopper(monkeypatch)
+    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: [])
+    current = versions(tuned)
+    problem = Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (8192, 8192, 8192))
+    best = tuned.default(problem, device)
+    assert best.warp_specialize
+
+    def selected(changes, default=best, current_kernels=False, modelled=False, near=False):
+        config = tuned.config_to_dict(replace(best, **{"warp_specialize": False, **changes}))
+        kernels = {**current, "kernels": current["kernels"] if current_kernels else "older"}
+        entry = make_entry(operator, config=config, versions=kernels, modelled=modelled)
+        entry = replace(entry, problem=replace(problem, shape=(8192, 8192, 4096)) if near else problem)
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: [entry])
+        monkeypatch.setattr(type(tuned), "default", lambda self, problem, device: default)
+        return selection.look_up(tuned, problem, device, "cached").source
+
+    of_higher = replace(best, **{"warp_specialize": False, **higher})
+    assert selected(lower, of_higher) == selected(lower, of_higher, near=True) == "default"
+    assert selected(lower, of_higher, current_kernels=True) == "shipped"
+    assert selected(lower, of_higher, modelled=True) == "modelled"
+    assert selected(higher, of_higher) == "shipped" and selected(higher, of_higher, near=True) == "nearest"
+    assert selected(higher, replace(best, **{"warp_specialize": False, **lower})) == "shipped"
+
+
+def test_few_rows_keep_older_measurements(monkeypatch):
+    tuned, device = tunable("ag_gemm"), simulated_hopper(monkeypatch)
+    for m, superseded in ((512, False), (1024, True)):
+        problem = Problem("ag_gemm", "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192))
+        assert tuned.default(problem, device).warp_specialize
+        assert tuned.is_superseded(tdkernels.AgGemmConfig(), problem, device) == superseded
+
+
+def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):
+    tuned, device = tunable("gemm_rs"), torch.device("cpu")
+    current = versions(tuned)
+    mine = []
+
+    def entry(item_tiles, kernels, day, modelled=False):
+        config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=item_tiles))
+        kernels = {**current, "kernels": kernels}
+        return make_entry("gemm_rs", config=config, versions=kernels, modelled=modelled, when=f"2026-01-{day:02}")
+
+    older, now, model = entry(1, "older", 8), entry(2, current["kernels"], 8), entry(3, "older", 9, modelled=True)
+    monkeypatch.setattr(disk_cache, "user_entries", lambda *name: mine)
+
+    def selected(*entries, shape=older.problem.shape):
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: list(entries))
+        choice = selection.look_up(tuned, replace(older.problem, shape=shape), device, "cached")
+        return choice.config.item_tiles, choice.source
+
+    assert selected(older) == (1, "shipped")
+    assert selected(older, model) == selected(model, older) == selected(model) == (3, "modelled")
+    assert selected(older, now, model) == selected(model, now) == (2, "shipped")
+    for day in (9, 10):  # measured when the model was, or later
+        later = replace(older, when=f"2026-01-{day:02}")
+        assert selected(later, model) == selected(model, later) == (1, "shipped")
+    assert selected(replace(now, versions={**now.versions, "torch": "older"}), model) == (2, "shipped")
+    near = (8192, 4096, 8192)
+    assert selected(model, shape=near) == (3, "nearest")
+    for kernels in ("0000", "zzzz"):  # the order of the hashes does not matter
+        other = replace(older, versions={**current, "kernels": kernels})
+        assert selected(other, model, shape=near) == selected(model, other, shape=near) == (3, "nearest")
+    mine.append(now)
+    assert selected(model) == (2, "cache")
+    assert selected(older, model, shape=near) == (2, "nearest")
