@@ -4,6 +4,7 @@
     bf16        the operator with weights in bf16
     block       with weights in fp8 and a scale for each 128 x 128 elements
     row         with weights in fp8 and a scale for each output channel
+    row, fast   with fast accumulation, too
     ..., sent   ep_moe only: tokens are also sent in fp8
 
 ep_moe has a capacity, so the host does not wait. Configs are the defaults.
@@ -20,7 +21,10 @@ from bench.experts.tp_moe_methods import sequences
 from tdkernels.launch import rank_device
 from tdkernels.runtime import gpu
 
-SEQUENCE, BF16, SCALINGS, SENT = "sequence", "bf16", ("block", "row"), ", sent"
+SEQUENCE, BF16, SENT = "sequence", "bf16", ", sent"
+SCALINGS = ("block", "row")
+# Kinds of fp8 weights: scaling and further options of the operator.
+KINDS = {"block": ("block", {}), "row": ("row", {}), "row, fast": ("row", {"use_fast_accum": True})}
 
 
 def of(case, sets):
@@ -31,9 +35,9 @@ def of(case, sets):
     layer, options, unfused = (_tp_moe if case.operator == "tp_moe" else _ep_moe)(case, sets)
     _add_fp8(sets)
     calls = {SEQUENCE: unfused(), BF16: lambda s: layer(s, s.w_gate_up, s.w_down)}
-    for scaling in SCALINGS:
+    for kind, (scaling, accumulation) in KINDS.items():
         for suffix, more in options.items():
-            calls[scaling + suffix] = functools.partial(_with_fp8, layer, scaling, more)
+            calls[kind + suffix] = functools.partial(_with_fp8, layer, scaling, accumulation | more)
     return calls, unfused
 
 

@@ -245,6 +245,16 @@ def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
         check_gather(code, most_spills)
 
 
+def test_tp_moe_in_fp8():
+    code = check(compile_for(*moe_ag_gemm_launch(2, E4M3, "swiglu"), "sm_90"), [256], 32, FP8_PRODUCT)
+    check_gather(code)
+
+
+@thorough
+def test_sums_of_tp_moe_in_fp8():
+    check(compile_for(*moe_gemm_rs_launch(4, 2, E4M3), "sm_90"), [256], 160, FP8_PRODUCT, most_spills=4)
+
+
 def test_sums_follow_their_tiles():
     """A tile is counted after the wait for all TMA stores of the same warp, and a barrier of the warp."""
     ptx = compile_for(*moe_gemm_rs_launch(8, 2, BF16), "sm_90").asm["ptx"]

@@ -39,6 +39,7 @@ from tdkernels.ops.experts.ep_moe.fused import ep_moe_fused, why_not
 from tdkernels.ops.experts.ep_moe.steps import experts, fp8_experts, receive
 from tdkernels.ops.experts.ep_moe.torch_op import ep_moe_compiled
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
+    check_fast_accum,
     check_fp8_experts,
     check_fp8_scale,
     check_fp8_tiles,
@@ -117,7 +118,8 @@ def ep_moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, num_experts: int, activation: str | None = "swiglu", quantize: str | None = None, max_tokens: int | None = None,
     max_tokens_per_rank: int | None = None, scale_gate_up: torch.Tensor | None = None,
-    scale_down: torch.Tensor | None = None, group: GroupLike = None, config: EpMoeConfig | None = None,
+    scale_down: torch.Tensor | None = None, use_fast_accum: bool = False, group: GroupLike = None,
+    config: EpMoeConfig | None = None,
 ) -> torch.Tensor:
     """Apply a mixture of experts whose experts are divided between the ranks.
 
@@ -148,6 +150,8 @@ def ep_moe(
             expert. H and I must be multiples of 16. Rows are quantized before each GEMM, in blocks of 1 x 128 for
             block-wise scales and otherwise with one scale per row, so float8 weights are for inference.
         scale_down: The scale of w_down: [E / W, ceil(H / 128), ceil(I / 128)], [E / W, H, 1] or [E / W].
+        use_fast_accum: For weights in float8 with row-wise scales: whether tensor cores accumulate all of K with their
+            reduced precision, as in ``group_gemm``. Block-wise products are always added in fp32.
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
         config: EpMoeConfig. None selects the best known config (see tdkernels.autotune). A config of the whole layer
             is looked up if the host waits for the number of rows. It is also looked up if max_tokens_per_rank is given,
@@ -186,12 +190,13 @@ def ep_moe(
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
     known, key = call_cache.lookup(
         "ep_moe", group, (*layer, scale_gate_up, scale_down),
-        (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config),
+        (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, use_fast_accum, config),
     )
     request = DispatchRequest(
         "ep_moe", group, x, topk_ids, num_experts, None, quantize, max_tokens, max_tokens_per_rank
     )
     if known is None:
+        check_fast_accum("ep_moe", use_fast_accum, scales)
         _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
         # A compiled call cannot be traced through the discovery of the nodes; its steps reject it when they run.
         if is_batch_invariant() and not torch.compiler.is_compiling() and spans_nodes(group):
@@ -214,7 +219,7 @@ def ep_moe(
         texts = map(as_argument, (config or SEQUENCE).parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)  # type: ignore[arg-type]
     request = request._replace(max_tokens=max_tokens)
-    return _run(request, topk_weights, w_gate_up, w_down, scales, activation, config, fused, layout)
+    return _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, fused, layout)
 
 
 def _is_fused(config, quantize, group, scales):
@@ -229,7 +234,7 @@ def _is_fused(config, quantize, group, scales):
 
 @outside_graphs
 @whole_call
-def _run(request, topk_weights, w_gate_up, w_down, scales, activation, config, fused, layout):
+def _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, fused, layout):
     x, ids, group, counted = request.x, request.ids, request.group, None
     if config is None:
         config = SEQUENCE
@@ -248,5 +253,5 @@ def _run(request, topk_weights, w_gate_up, w_down, scales, activation, config, f
     if scales is None:
         made = experts(recv, w_gate_up, w_down, activation, x.dtype, gemm)
     else:
-        made = fp8_experts(recv, w_gate_up, w_down, scales, activation, x.dtype, gemm)
+        made = fp8_experts(recv, w_gate_up, w_down, scales, use_fast_accum, activation, x.dtype, gemm)
     return ep_combine(made, handle, group=group)

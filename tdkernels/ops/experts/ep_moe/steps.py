@@ -49,12 +49,14 @@ def experts(
 
 def fp8_experts(
     recv: "EpTokens", w_gate_up: "torch.Tensor", w_down: "torch.Tensor", scales: "tuple[torch.Tensor, torch.Tensor]",
-    activation: str, dtype: "torch.dtype", config: "GroupGemmConfig | None",
+    use_fast_accum: bool, activation: str, dtype: "torch.dtype", config: "GroupGemmConfig | None",
 ) -> "torch.Tensor":
     """Apply the experts of this rank, with weights in fp8, to their rows. Return the result in ``dtype``.
 
     ``scales`` are those of w_gate_up and of w_down. If the first are block-wise, rows that were sent in fp8 are
     multiplied as they are.
     """
-    hidden = fp8_product(recv.x, w_gate_up, scales[0], recv.splits, dtype, activation, recv.scales, config)
-    return fp8_product(hidden, w_down, scales[1], recv.splits, dtype, config=config)
+    hidden = fp8_product(
+        recv.x, w_gate_up, scales[0], recv.splits, dtype, activation, recv.scales, config, use_fast_accum
+    )
+    return fp8_product(hidden, w_down, scales[1], recv.splits, dtype, config=config, use_fast_accum=use_fast_accum)

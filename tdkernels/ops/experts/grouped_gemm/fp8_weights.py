@@ -32,6 +32,14 @@ from tdkernels.ops.experts.grouped_gemm.validation import check_expert_shapes
 from tdkernels.ops.quantize.op import quantize_fp8
 
 
+def check_fast_accum(operator: str, use_fast_accum: Any, scales: tuple[Any, Any] | None) -> None:
+    """Raise TypeError unless ``use_fast_accum`` is False, or True with weights in fp8."""
+    if type(use_fast_accum) is not bool:
+        raise TypeError(f"{operator}: use_fast_accum must be True or False, not {use_fast_accum!r}")
+    if use_fast_accum and scales is None:
+        raise TypeError(f"{operator}: use_fast_accum is for weights in float8 with scale_gate_up and scale_down")
+
+
 def check_scales_given(operator: str, scales: tuple[Any, Any]) -> None:
     """Raise TypeError if only one of the scales of both weights is given."""
     for name, scale in zip(("scale_gate_up", "scale_down"), scales, strict=True):
@@ -106,6 +114,7 @@ def quantized(
 def fp8_product(
     rows: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, splits: torch.Tensor, out_dtype: torch.dtype,
     activation: str | None = None, scales: torch.Tensor | None = None, config: GroupGemmConfig | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply rows [R, K] by fp8 weights [E, N, K], and return y in ``out_dtype``.
 
@@ -118,8 +127,10 @@ def fp8_product(
         activation: As for ``group_gemm``.
         scales: Block-wise scales [R, ceil(K / 128)] of rows that are codes.
         config: As for ``group_gemm``.
+        use_fast_accum: As for ``group_gemm``.
     """
     codes, scale_x = quantized(rows, scales, w, scale_kind(w, scale_w))
     return group_gemm(
-        codes, w, splits, activation=activation, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype, config=config
+        codes, w, splits, activation=activation, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum, config=config,
     )

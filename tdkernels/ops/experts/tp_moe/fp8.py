@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 def fp8_configs(
     x: torch.Tensor, topk_ids: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor], activation: str | None, group: "dist.ProcessGroup",
-    config: MoeTpConfig | None,
+    scales: tuple[torch.Tensor, torch.Tensor], use_fast_accum: bool, activation: str | None,
+    group: "dist.ProcessGroup", config: MoeTpConfig | None,
 ) -> Configs:
     """Return the Configs of a call of tp_moe with fp8 weights: the given one, or the default. Nothing is tuned."""
     reject_max_ranks("tp_moe")
@@ -51,22 +51,22 @@ def fp8_configs(
         reject_invariant("tp_moe", "a group on several nodes")
     check_invariant("tp_moe", config)
     config = torch_across_nodes(config, MoeTpConfig, group)
-    kinds = [scale_kind(w, scale) for w, scale in zip((w_gate_up, w_down), scales, strict=True)]
+    weights = zip((w_gate_up, w_down), scales, strict=True)
+    layouts = [layout_of(scale_kind(w, scale), use_fast_accum) for w, scale in weights]
     fields = {
         **first_fields(x, topk_ids, w_gate_up, activation), "w_dtype": str(w_gate_up.dtype),
-        "w_down_dtype": str(w_down.dtype), "scaling": ", ".join(kinds), "config": as_argument(config),
+        "w_down_dtype": str(w_down.dtype), "scaling": ", ".join(layouts), "config": as_argument(config),
     }
     group_state(group).check_consensus_cached("tp_moe", fields)
     sizes = group.size() * topk_ids.shape[0], topk_ids.shape[1]
-    first = _complete(config, *sizes, w_gate_up, kinds[0], activation)
-    return Configs(first, _complete(config, *sizes, w_down, kinds[1]), None)
+    first = _complete(config, *sizes, w_gate_up, layouts[0], activation)
+    return Configs(first, _complete(config, *sizes, w_down, layouts[1]), None)
 
 
-def _complete(config, tokens, choices, w, kind, activation=None):
+def _complete(config, tokens, choices, w, layout, activation=None):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
-    layout = layout_of(kind, use_fast_accum=False)
     if is_batch_invariant():
         return with_tiles(config, invariant_config(w.dtype, w.device, layout))
     default = default_config(tokens, choices, *w.shape, w.dtype, w.device)
@@ -85,8 +85,8 @@ def _can_specialize(tiles, w, activation, layout):
 
 
 def gate_up_stage(
-    x: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, routing: "MoeRouting", activation: str | None,
-    config: MoeTpConfig,
+    x: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, use_fast_accum: bool, routing: "MoeRouting",
+    activation: str | None, config: MoeTpConfig,
 ) -> torch.Tensor:
     """Quantize and gather the tokens x, and return the gate-up product h [R, ·] of their rows in the dtype of x."""
     kind = scale_kind(w, scale_w)
@@ -94,21 +94,25 @@ def gate_up_stage(
     if config.method == "torch":
         full = all_gather_rows(codes.view(torch.uint8), routing.group)  # NCCL of older versions has no fp8 types
         rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, routing.group)))
-        return fp8_product(rows.view(codes.dtype), w, scale_w, routing.splits, x.dtype, activation, scale_x)
+        rows = rows.view(codes.dtype)
+        return fp8_product(
+            rows, w, scale_w, routing.splits, x.dtype, activation, scale_x, use_fast_accum=use_fast_accum
+        )
     full = all_gather(scale_x, group=routing.group) if routing.world_size > 1 else scale_x
-    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), kind, x.dtype, use_fast_accum=False)
+    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), kind, x.dtype, use_fast_accum)
     return launch_ag_gemm.launch(codes, w, routing, config, activation, scales=scales).y
 
 
 def down_stage(
-    h: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, topk_weights: torch.Tensor, routing: "MoeRouting",
-    config: MoeTpConfig,
+    h: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, use_fast_accum: bool, topk_weights: torch.Tensor,
+    routing: "MoeRouting", config: MoeTpConfig,
 ) -> torch.Tensor:
     """Quantize h, and return the weighted sums y [M / W, N] of this rank's tokens in the dtype of h."""
     weights = weights_of_ranks(topk_weights, routing)
     if config.method == "torch":
-        return sums_of_rows(fp8_product(h, w, scale_w, routing.splits, h.dtype), routing, weights)
+        made = fp8_product(h, w, scale_w, routing.splits, h.dtype, use_fast_accum=use_fast_accum)
+        return sums_of_rows(made, routing, weights)
     kind = scale_kind(w, scale_w)
     codes, scale_h = quantized(h, None, w, kind)
-    scales = Scales(scale_h, scale_w.contiguous(), kind, h.dtype, use_fast_accum=False)
+    scales = Scales(scale_h, scale_w.contiguous(), kind, h.dtype, use_fast_accum)
     return launch_gemm_rs.launch(codes, w, routing, weights, config, scales)

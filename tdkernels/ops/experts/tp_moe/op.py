@@ -30,7 +30,7 @@ from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.experts.grouped_gemm.fp8_weights import reject_fp8_gradients
+from tdkernels.ops.experts.grouped_gemm.fp8_weights import check_fast_accum, reject_fp8_gradients
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.fp8 import down_stage, fp8_configs, gate_up_stage
@@ -279,7 +279,8 @@ def moe_gemm_rs(
 def tp_moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, activation: str | None = "swiglu", scale_gate_up: torch.Tensor | None = None,
-    scale_down: torch.Tensor | None = None, group: GroupLike = None, config: MoeTpConfig | None = None,
+    scale_down: torch.Tensor | None = None, use_fast_accum: bool = False, group: GroupLike = None,
+    config: MoeTpConfig | None = None,
 ) -> torch.Tensor:
     """Apply a layer of tensor-parallel experts: ``moe_ag_gemm``, then ``moe_gemm_rs``.
 
@@ -299,6 +300,8 @@ def tp_moe(
             blocks of 1 x 128 for block-wise scales and otherwise with one scale per row, so float8 weights are for
             inference.
         scale_down: The scale of w_down: [E, ceil(H / 128), ceil(I / W / 128)], [E, H, 1] or [E].
+        use_fast_accum: For weights in float8 with row-wise scales: whether tensor cores accumulate all of K with their
+            reduced precision, as in ``group_gemm``. Block-wise products are always added in fp32.
         group: As in ``moe_ag_gemm``.
         config: As in ``moe_ag_gemm``. With weights in float8 None is the default config, which is not tuned, and method
             "torch" uses torch's collectives only.
@@ -320,11 +323,13 @@ def tp_moe(
     group = resolve_group(group)
     if scale_gate_up is not None or scale_down is not None:
         scales = scale_gate_up, scale_down
-        return _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, activation, group, config)
+        operands = x, topk_ids, topk_weights, w_gate_up, w_down
+        return _fp8_tp_moe(*operands, scales, use_fast_accum, activation, group, config)
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
-    configs, key = call_cache.lookup("tp_moe", group, operands, (activation, config, get_mode()))
+    configs, key = call_cache.lookup("tp_moe", group, operands, (activation, use_fast_accum, config, get_mode()))
     if configs is None:
+        check_fast_accum("tp_moe", use_fast_accum, None)
         check_tp_moe(*operands, activation, config)
     if torch.compiler.is_compiling():
         text = as_argument(config) + (INVARIANT if is_batch_invariant() else "")
@@ -340,21 +345,22 @@ def tp_moe(
 
 
 @outside_graphs
-def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, activation, group, config):
+def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, group, config):
     """Execute ``tp_moe`` with weights in fp8."""
     (x,) = autograd.apply_autocast(x)
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
-    configs, key = call_cache.lookup("tp_moe", group, (*operands, *scales), (activation, config))
+    configs, key = call_cache.lookup("tp_moe", group, (*operands, *scales), (activation, use_fast_accum, config))
     if configs is None:
+        check_fast_accum("tp_moe", use_fast_accum, scales)
         check_tp_moe(*operands, activation, config, scales)
-        configs = fp8_configs(x, topk_ids, w_gate_up, w_down, scales, activation, group, config)
+        configs = fp8_configs(x, topk_ids, w_gate_up, w_down, scales, use_fast_accum, activation, group, config)
         call_cache.insert(group, key, configs)
     reject_fp8_gradients("tp_moe", *operands, *scales)
     if not x.shape[0]:
         return x.new_empty(0, w_down.shape[1])
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
-    h = gate_up_stage(x, w_gate_up, scales[0], routing, activation, configs.first)
-    return down_stage(h, w_down, scales[1], topk_weights, routing, configs.second)
+    h = gate_up_stage(x, w_gate_up, scales[0], use_fast_accum, routing, activation, configs.first)
+    return down_stage(h, w_down, scales[1], use_fast_accum, topk_weights, routing, configs.second)
 
 
 def _empty_output(width, *operands):

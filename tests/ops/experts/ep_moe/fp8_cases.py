@@ -1,5 +1,7 @@
 """Test bodies for experts with fp8 weights: tokens that are multiplied as they were sent, and ep_moe with scales."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig, Tiles
 from tdkernels.ops.common.scaling import dequantize
+from tdkernels.ops.experts.grouped_gemm import fp8_weights
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import quantized
 from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32, Routed
@@ -144,6 +147,16 @@ def computes_with_configs():
             layer.check(layer.call(config=config, quantize=quantize))
 
 
+def accumulates_fast():
+    """Both GEMMs get the option."""
+    layer = Fp8Experts(UNEVEN, 144, 80, scalings=("row", "expert"))
+    with mock.patch.object(fp8_weights, "group_gemm", wraps=fp8_weights.group_gemm) as gemm:
+        for quantize in (None, "fp8"):
+            layer.check(layer.call(use_fast_accum=True, quantize=quantize))
+        layer.check(layer.call())
+    assert [call.kwargs["use_fast_accum"] for call in gemm.call_args_list] == 4 * [True] + 2 * [False]
+
+
 def takes_interleaved_weights():
     layer = Fp8Experts([7, 5], 128, 128)
     w, scale = layer.own["w_gate_up"]
@@ -195,6 +208,11 @@ def rejects_invalid_arguments():
         (dict(x=case.x.to(E4M3)), TypeError, "x is torch.float8_e4m3fn; bfloat16, float16 and float32 are supported"),
         (dict(w_gate_up=w_gate_up.bfloat16()), TypeError, "w_gate_up is torch.bfloat16; with scales float8_e4m3fn"),
         (dict(w_down=w_down.bfloat16()), TypeError, "w_down is torch.bfloat16; with scales float8_e4m3fn"),
+        (dict(use_fast_accum=1), TypeError, "use_fast_accum must be True or False, not 1"),
+        (
+            dict(scale_gate_up=None, scale_down=None, use_fast_accum=True), TypeError,
+            "use_fast_accum is for weights in float8 with scale_gate_up and scale_down",
+        ),
         (dict(scale_gate_up=1.0), TypeError, "scale_gate_up must be a torch.Tensor, not float"),
         (dict(scale_down=scale_down.double()), TypeError, "scale_down is torch.float64; float32 is supported"),
         (dict(scale_down=scale_down.to("meta")), ValueError, "but scale_down is on meta"),

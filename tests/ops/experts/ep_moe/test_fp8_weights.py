@@ -38,8 +38,8 @@ def test_no_tokens(quantize):
 
 
 @pytest.mark.parametrize("what", [
-    cases.respects_capacity, cases.computes_with_configs, cases.takes_interleaved_weights, cases.rejects_gradients,
-    cases.compiles, cases.converts_codes_for_fnuz_weights, cases.rejects_invalid_arguments,
+    cases.respects_capacity, cases.computes_with_configs, cases.accumulates_fast, cases.takes_interleaved_weights,
+    cases.rejects_gradients, cases.compiles, cases.converts_codes_for_fnuz_weights, cases.rejects_invalid_arguments,
 ], ids=lambda f: f.__name__)
 def test_calls(what):
     on_ranks(2, what)

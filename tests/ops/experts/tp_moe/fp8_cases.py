@@ -115,8 +115,8 @@ def stages_equal_group_gemm(scaling="block"):
     layer = Fp8Slices(20, width=272, hidden=144, scalings=(scaling, scaling))
     (w, scale_w), stage, found = layer.gate_up, fp8.gate_up_stage, []
 
-    def record(x, w, scale, routing, *others):
-        h = stage(x, w, scale, routing, *others)
+    def record(x, w, scale, use_fast_accum, routing, *others):
+        h = stage(x, w, scale, use_fast_accum, routing, *others)
         found.append((h, routing))
         return h
 
@@ -146,6 +146,23 @@ def sends_codes():
     for launch in gather, scatter:
         (call,) = launch.call_args_list
         assert call.args[0].dtype == E4M3
+
+
+def accumulates_fast():
+    """Both stages get the option. Block-wise products are added in fp32 in any case."""
+    for scalings in (("row", "expert"), ("block", "row")):
+        layer = Fp8Slices(20, scalings=scalings)
+        with (
+            mock.patch.object(launch_ag_gemm, "launch", wraps=launch_ag_gemm.launch) as gather,
+            mock.patch.object(launch_gemm_rs, "launch", wraps=launch_gemm_rs.launch) as scatter,
+        ):
+            layer.check(layer.call(use_fast_accum=True))
+            layer.check(layer.call())
+        found = [[call.kwargs["scales"] for call in gather.call_args_list]]
+        found.append([call.args[5] for call in scatter.call_args_list])
+        assert [[scales.use_fast_accum for scales in calls] for calls in found] == [[True, False]] * 2
+        assert found[0][0].layout == ("scaled fast" if scalings[0] == "row" else "scaled by block")
+    layer.check(layer.call(use_fast_accum=True, config=CONFIGS["torch"]))
 
 
 def rejects_gradients():
@@ -195,6 +212,11 @@ def rejects_invalid_arguments():
         (dict(scale_gate_up=None), TypeError, "scale_gate_up is None; weights in float8 need scale_gate_up and"),
         (dict(scale_down=None), TypeError, "scale_down is None; weights in float8 need scale_gate_up and scale_down"),
         (dict(scale_gate_up=None, scale_down=None), TypeError, "w_gate_up is torch.float8_e4m3fn"),
+        (dict(use_fast_accum=1), TypeError, "use_fast_accum must be True or False, not 1"),
+        (
+            dict(scale_gate_up=None, scale_down=None, use_fast_accum=True), TypeError,
+            "use_fast_accum is for weights in float8 with scale_gate_up and scale_down",
+        ),
         (dict(x=x.to(E4M3)), TypeError, "x is torch.float8_e4m3fn; bfloat16, float16 and float32 are supported"),
         (dict(w_gate_up=w_gate_up.bfloat16()), TypeError, "w_gate_up is torch.bfloat16; with scales float8_e4m3fn"),
         (dict(w_down=w_down.bfloat16()), TypeError, "w_down is torch.bfloat16; with scales float8_e4m3fn"),

@@ -24,7 +24,7 @@ def test_stages_equal_group_gemm(scaling):
 
 
 @pytest.mark.parametrize("what", [
-    cases.sends_codes, cases.rejects_gradients, cases.compiles, cases.rejects_invalid_arguments,
+    cases.sends_codes, cases.accumulates_fast, cases.rejects_gradients, cases.compiles, cases.rejects_invalid_arguments,
     cases.reports_disagreement, cases.reports_different_scalings,
 ], ids=lambda f: f.__name__)
 def test_calls(what):
