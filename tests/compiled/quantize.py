@@ -2,10 +2,11 @@
 
 import torch
 
-from tdkernels.ops.quantize import launch
+from tdkernels.ops.quantize import launch, launch_dequantize
 from tests.compiled.targets import BF16, FP32
 from tests.support.aot import pointer, recorded_launches
 
+DEQUANTIZE = "dequantize"  # name of the launch that converts codes back
 LARGEST = "largest"  # first word of the names of launches of largest_kernel
 BY_INSTRUCTION = ("sm_90", "sm_100")  # ``gpu.converts_to_e4m3``
 
@@ -37,4 +38,8 @@ def quantize_launches(arch, dtype=torch.float8_e4m3fn):
                 found[f"{LARGEST} of {name}"] = kernel, args, kwargs
             else:
                 found[name] = kernel, args, {**kwargs, "FORMAT": launch.format_for(dtype, arch in BY_INSTRUCTION)}
+    with recorded_launches(launch_dequantize) as launches:
+        launch_dequantize.rows_by_block(torch.empty(512, 4096, dtype=torch.float8_e4m3fn), pointer(FP32)[:1], BF16)
+    ((kernel, args, kwargs),) = launches
+    found[DEQUANTIZE] = kernel, args, {**kwargs, "CONVERTS": arch in BY_INSTRUCTION}
     return found

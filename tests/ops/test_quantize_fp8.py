@@ -8,6 +8,7 @@ import torch
 
 import tdkernels
 from tdkernels.ops.common.scaling import dequantize, quantize_ref
+from tdkernels.ops.quantize.op import dequantize_rows
 from tests.lang.test_primitives import floats_to_round
 from tests.support.ranks import device, on_ranks
 
@@ -115,10 +116,33 @@ def quantizes_by_a_given_scale():
         same(tdkernels.quantize_fp8(x, "tensor", transpose=transpose, scale=own[1]), own, "its own scale")
 
 
+def dequantizes_rows():
+    """All codes, rows of any size, views and empty tensors, against plain torch."""
+    for dtype in DTYPES:
+        for rows, k in ((1, 16), (3, 128), (70, 272), (129, 144), (0, 32), (5, 0)):
+            generator = torch.Generator().manual_seed(rows)
+            codes = torch.randint(256, (rows, k), generator=generator, dtype=torch.uint8).to(device())
+            scale = torch.exp(3 * torch.randn(rows, -(-k // 128), generator=generator)).to(device())
+            codes = codes.view(torch.float8_e4m3fn)
+            got = dequantize_rows(codes, scale, dtype)
+            expected = dequantize(codes.cpu(), scale.cpu()).to(dtype)
+            assert got.dtype == dtype and got.shape == (rows, k)
+            assert torch.equal(got.cpu().nan_to_num(1e-3), expected.nan_to_num(1e-3)), f"{dtype} {rows} {k}"
+    x = draw(24, 256)
+    codes, scale = tdkernels.quantize_fp8(x, "block")
+    part = dequantize_rows(codes[3:20, :128], scale[3:20, :1], torch.float32)
+    assert torch.equal(part, dequantize_rows(codes, scale, torch.float32)[3:20, :128])
+    with pytest.raises(ValueError, match=r"scale \[24, 1\] must be \[R, ceil\(K / 128\)\] for \[24, 256\]"):
+        dequantize_rows(codes, scale[:, :1], torch.bfloat16)
+    call = codes, scale, torch.bfloat16
+    torch.library.opcheck(torch.ops.tdkernels.dequantize_rows.default, call, test_utils=("test_faketensor",))
+
+
 @pytest.mark.parametrize(
     "check",
     [
         quantizes, quantizes_long_groups, quantizes_special_values, rounds_to_nearest_even, quantizes_by_a_given_scale,
+        dequantizes_rows,
     ],
 )
 def test_values(check):

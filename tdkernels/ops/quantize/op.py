@@ -15,9 +15,10 @@ import torch
 
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.fp8_codes import FP8_DTYPES
-from tdkernels.ops.common.scaling import SCALINGS, quantize_ref
+from tdkernels.ops.common.scaling import BLOCK, SCALINGS, quantize_ref
 from tdkernels.ops.common.validation import shape_of
-from tdkernels.ops.quantize import launch
+from tdkernels.ops.quantize import launch, launch_dequantize
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import torch_op
 
 
@@ -97,6 +98,36 @@ torch_op.register(
     _tensor_scale,
     lambda x, dtype: x.new_empty(1, 1, dtype=torch.float32),
 )
+
+
+# ---- rows that were received in fp8 ----
+
+
+def _dequantize_rows(codes, scale, dtype):
+    if not codes.numel():
+        return codes.new_empty(codes.shape, dtype=dtype)
+    return launch_dequantize.rows_by_block(codes, scale, dtype)
+
+
+torch_op.register(
+    "dequantize_rows(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+    _dequantize_rows,
+    lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
+)
+
+
+def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes [R, K] in float8_e4m3fn times their scales [R, ceil(K / 128)], in ``dtype``.
+
+    The bits are those of ``dequantize`` in fp32, rounded to ``dtype``. The sign of a NaN is undefined.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    rows, k = codes.shape
+    if scale.shape != (rows, cdiv(k, BLOCK)):
+        raise ValueError(f"dequantize_rows: scale {shape_of(scale)} must be [R, ceil(K / 128)] for {shape_of(codes)}")
+    return torch.ops.tdkernels.dequantize_rows(codes, scale, dtype)
 
 
 # ---- calls ----

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.experts.dispatch.op import ep_dispatch
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
+from tdkernels.ops.quantize.op import dequantize_rows
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def receive(
 
 def rows_of(recv: "EpTokens", dtype: "torch.dtype") -> "torch.Tensor":
     """Return the received rows in ``dtype``: dequantized if they were sent in fp8."""
-    return recv.x if recv.scales is None else dequantize(recv.x, recv.scales).to(dtype)
+    return recv.x if recv.scales is None else dequantize_rows(recv.x, recv.scales, dtype)
 
 
 def experts(

@@ -21,7 +21,6 @@ from tdkernels.ops.common.scaling import (
     FP8,
     blocks,
     check_fp8,
-    dequantize,
     invalid_tiles,
     reject_gradients,
 )
@@ -29,7 +28,7 @@ from tdkernels.ops.common.validation import check_floats, check_tensor, shape_of
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.experts.grouped_gemm.validation import check_expert_shapes
-from tdkernels.ops.quantize.op import quantize_fp8
+from tdkernels.ops.quantize.op import dequantize_rows, quantize_fp8
 
 
 def check_fast_accum(operator: str, use_fast_accum: Any, scales: tuple[Any, Any] | None) -> None:
@@ -99,16 +98,17 @@ def reject_fp8_gradients(operator: str, *operands: torch.Tensor | None) -> None:
 
 
 def quantized(
-    rows: torch.Tensor, scales: torch.Tensor | None, w: torch.Tensor, kind: str
+    rows: torch.Tensor, w: torch.Tensor, kind: str, scales: torch.Tensor | None = None, dtype: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, scales) of rows [R, K] for weights w. ``kind``: that of ``scale_kind``.
 
-    With ``scales`` [R, ceil(K / 128)] the rows are codes already.
+    With ``scales`` [R, ceil(K / 128)] the rows are codes already. If they must be quantized again, they are converted
+    to ``dtype`` first.
     """
-    dtype = FNUZ[0] if w.dtype in FNUZ else FP8[0]
-    if scales is not None and kind == "block" and rows.dtype == dtype:  # gfx942 multiplies other formats
+    form = FNUZ[0] if w.dtype in FNUZ else FP8[0]
+    if scales is not None and kind == "block" and rows.dtype == form:  # gfx942 multiplies other formats
         return rows, scales
-    return quantize_fp8(rows if scales is None else dequantize(rows, scales), kind, dtype=dtype)
+    return quantize_fp8(rows if scales is None else dequantize_rows(rows, scales, dtype), kind, dtype=form)
 
 
 def fp8_product(
@@ -129,7 +129,7 @@ def fp8_product(
         config: As for ``group_gemm``.
         use_fast_accum: As for ``group_gemm``.
     """
-    codes, scale_x = quantized(rows, scales, w, scale_kind(w, scale_w))
+    codes, scale_x = quantized(rows, w, scale_kind(w, scale_w), scales, out_dtype)
     return group_gemm(
         codes, w, splits, activation=activation, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype,
         use_fast_accum=use_fast_accum, config=config,

@@ -22,6 +22,7 @@ from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import scaled_tiles, specialized_tiles
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized, scale_kind
+from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config, invariant_config
 from tdkernels.ops.experts.tp_moe.steps import (
@@ -90,13 +91,13 @@ def gate_up_stage(
 ) -> torch.Tensor:
     """Quantize and gather the tokens x, and return the gate-up product h [R, ·] of their rows in the dtype of x."""
     kind = scale_kind(w, scale_w)
-    codes, scale_x = quantized(x, None, w, kind)
+    codes, scale_x = quantized(x, w, kind)
     if config.method == "torch":
         full = all_gather_rows(codes.view(torch.uint8), routing.group)  # NCCL of older versions has no fp8 types
         rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, routing.group)))
-        rows = rows.view(codes.dtype)
-        return fp8_product(
-            rows, w, scale_w, routing.splits, x.dtype, activation, scale_x, use_fast_accum=use_fast_accum
+        return group_gemm(
+            rows.view(codes.dtype), w, routing.splits, activation=activation, scale_x=scale_x, scale_w=scale_w,
+            out_dtype=x.dtype, use_fast_accum=use_fast_accum,
         )
     full = all_gather(scale_x, group=routing.group) if routing.world_size > 1 else scale_x
     scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), kind, x.dtype, use_fast_accum)
@@ -113,6 +114,6 @@ def down_stage(
         made = fp8_product(h, w, scale_w, routing.splits, h.dtype, use_fast_accum=use_fast_accum)
         return sums_of_rows(made, routing, weights)
     kind = scale_kind(w, scale_w)
-    codes, scale_h = quantized(h, None, w, kind)
+    codes, scale_h = quantized(h, w, kind)
     scales = Scales(scale_h, scale_w.contiguous(), kind, h.dtype, use_fast_accum)
     return launch_gemm_rs.launch(codes, w, routing, weights, config, scales)

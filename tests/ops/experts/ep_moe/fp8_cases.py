@@ -72,7 +72,7 @@ class Fp8Experts:
         recv, handle = case.dispatch(quantize=quantize)
         codes, scale = recv.x, recv.scales
         if not quantize or self.kinds[0] == "row":
-            rows = dequantize(codes, scale) if quantize else codes
+            rows = dequantize(codes, scale).to(out_dtype) if quantize else codes
             codes, scale = tdkernels.quantize_fp8(rows, self.kinds[0])
         hidden = tdkernels.group_gemm(
             codes, w_gate_up, recv.splits, activation="swiglu", scale_x=scale, scale_w=scale_gate_up,
@@ -251,8 +251,9 @@ def converts_codes_for_fnuz_weights():
     """Codes that were sent are in the OCP format. For weights in the format of gfx942 they are converted."""
     x = torch.randn(5, 272, device=device()) * torch.exp(torch.randn(5, 1, device=device()))
     codes, scales = tdkernels.quantize_fp8(x, "block")
-    assert quantized(codes, scales, torch.empty(1, dtype=E5M2), "block") == (codes, scales)
-    converted, scales_of_converted = quantized(codes, scales, torch.empty(1, dtype=torch.float8_e5m2fnuz), "block")
+    assert quantized(codes, torch.empty(1, dtype=E5M2), "block", scales, FP32) == (codes, scales)
+    fnuz = torch.empty(1, dtype=torch.float8_e5m2fnuz)
+    converted, scales_of_converted = quantized(codes, fnuz, "block", scales, FP32)
     assert converted.dtype == torch.float8_e4m3fnuz
     error = dequantize(converted, scales_of_converted) - dequantize(codes, scales)
     # Both formats have 3 bits of mantissa, and the scale is the largest magnitude over 448 or 240.
