@@ -10,9 +10,10 @@ import torch.distributed as dist
 import tdkernels
 from bench import run as bench_run
 from bench.attention import flash_decode, flash_decode_methods, flash_decode_plots, flash_decode_report
-from bench.core import harness, measure, points
+from bench.core import measure, points
 from bench.report import main as report
 from tdkernels.__main__ import main
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -149,35 +150,15 @@ def test_torch_baseline_is_attention_over_all_keys():
 # ---- the command ----
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the requested number of ranks."""
-
-    usable, ranks = True, None
-
-    def __init__(self, ranks, device, timeout_s):
-        FakePool.ranks = ranks
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is harness.link_rate:
-            return [None]
-        times = [("copy", False, {"ms": 1.0, "bytes": 10}), ("local", False, {"ms": 2.0})]
-        return [{"gpu": "NVIDIA Testing", "num_gpus": FakePool.ranks} if fn is harness.machine else times]
-
-
 @pytest.mark.parametrize("gpus, nproc, ranks", [(0, None, 2), (1, None, 1), (4, None, 4), (4, 1, 1), (4, 2, 2)])
 def test_number_of_ranks(gpus, nproc, ranks, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench_run, "RankPool", FakePool)
+    pool = FakePool(lambda *_: [("copy", False, {"ms": 1.0, "bytes": 10}), ("local", False, {"ms": 2.0})])
+    monkeypatch.setattr(bench_run, "RankPool", pool)
     monkeypatch.setattr(bench_run.torch.cuda, "device_count", lambda: gpus)
     options = ["--shapes", "h32-kv8-b8", "--tokens", "1024,2048", "--out", str(tmp_path)]
     options += ["--nproc", str(nproc)] if nproc else []
     assert main(["bench", "flash_decode", *options]) == 0
-    assert FakePool.ranks == ranks
+    assert pool.ranks == ranks
     assert capsys.readouterr().out.startswith("Rehearsal on 2 CPU ranks,") == (gpus == 0)
     path = tmp_path / f"testingx{ranks}" / "flash_decode.jsonl"
     assert path.exists() == (gpus > 0)

@@ -10,6 +10,7 @@ from bench.experts import ep_moe, fp8_layers, fp8_report, tp_moe
 from bench.experts.moe_shapes import EpShape, TpShape
 from bench.report import main as report
 from bench.report import rows as all_rows
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 MACHINE = {
@@ -55,38 +56,21 @@ def test_wrong_results_are_not_timed():
     assert error.startswith("block: wrong: relative error 0.1"), error
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the cases."""
-
-    usable, cases = True, []
-
-    def __init__(self, ranks, device):
-        FakePool.cases = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is not fp8_layers.measure:
-            return [MACHINE]
-        FakePool.cases.append(arguments)
-        names = METHODS[arguments[0].operator]
-        times = {"sequence": 3.0, "bf16": 2.0, **{name: 1.0 + len(name) / 100 for name in names}}
-        return [[(name, graph, {"ms": ms, "host_ms": ms}) for graph in (False, True) for name, ms in times.items()]]
+def measured(case, rounds):
+    times = {"sequence": 3.0, "bf16": 2.0, **{name: 1.0 + len(name) / 100 for name in METHODS[case.operator]}}
+    return [(name, graph, {"ms": ms, "host_ms": ms}) for graph in (False, True) for name, ms in times.items()]
 
 
 def test_command_and_tables(monkeypatch, tmp_path):
-    monkeypatch.setattr(rank_program, "RankPool", FakePool)
+    pool = FakePool(measured, MACHINE)
+    monkeypatch.setattr(rank_program, "RankPool", pool)
     monkeypatch.setattr(fp8_layers, "pick_device", lambda *_: "cuda")
     out = ["--out", str(tmp_path), "--nproc", "2"]
     sizes = ["--ops", "tp_moe", "--shapes", "2048x1408x2048x64x6"]
     assert fp8_layers.main([*sizes, "--rounds", "3", *out]) == 0
-    assert [(str(case.shape), rounds) for case, rounds in FakePool.cases] == [("2048x1408x2048x64x6", 3)]
+    assert [(str(case.shape), rounds) for case, rounds in pool.calls] == [("2048x1408x2048x64x6", 3)]
     assert fp8_layers.main(["--ops", "ep_moe", "--shapes", "deepseek-v3", "--tokens", "64", "128", *out]) == 0
-    assert [case.tokens for case, _ in FakePool.cases] == [64, 128]
+    assert [case.tokens for case, _ in pool.calls] == [64, 128]
     rows = points.read_fp8_layers(tmp_path)
     text = fp8_report.text(rows)
     assert "### tp_moe, fp8 weights, in CUDA graphs, 2 x NVIDIA Testing" in text

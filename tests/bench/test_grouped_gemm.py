@@ -7,9 +7,10 @@ import pytest
 
 import tdkernels
 from bench import run as bench_run
-from bench.core import harness, measure, points
+from bench.core import measure, points
 from bench.experts import grouped_gemm
 from tdkernels.__main__ import main
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 SHAPE = grouped_gemm.Shape(7, 16, 24, 3, "swiglu")
@@ -65,33 +66,13 @@ def test_wrong_results_are_not_timed():
     assert on_ranks(1, measure_wrong_method)[0].startswith("tdkernels: wrong: relative errors")
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the requested number of ranks."""
-
-    usable, ranks = True, None
-
-    def __init__(self, ranks, device, timeout_s):
-        FakePool.ranks = ranks
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is harness.link_rate:
-            return [None]
-        times = [("torch-grouped", False, {"ms": 2.0}), ("tdkernels", False, {"ms": 1.0})]
-        return [{"gpu": "NVIDIA Testing", "num_gpus": 1} if fn is harness.machine else times]
-
-
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_group_gemm_needs_one_gpu(gpus, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench_run, "RankPool", FakePool)
+    pool = FakePool(lambda *_: [("torch-grouped", False, {"ms": 2.0}), ("tdkernels", False, {"ms": 1.0})])
+    monkeypatch.setattr(bench_run, "RankPool", pool)
     monkeypatch.setattr(bench_run.torch.cuda, "device_count", lambda: gpus)
     assert main(["bench", "group_gemm", "--backward", "--shapes", "tp-moe", "--out", str(tmp_path)]) == 0
-    assert FakePool.ranks == 1
+    assert pool.ranks == 1
     out = capsys.readouterr().out
     assert out.startswith("Rehearsal on 1 CPU rank,") == (gpus == 0)
     written = [json.loads(line) for path in tmp_path.glob("testingx1/group_gemm.jsonl") for line in path.open()]

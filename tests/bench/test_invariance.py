@@ -12,6 +12,7 @@ from bench.reliability.invariance_cases import BASELINE, DEFAULT, INVARIANT, OPE
 from bench.report import main as report
 from bench.report import rows as all_rows
 from bench.report import test_record
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 
@@ -113,41 +114,30 @@ def test_rows_and_line():
     assert invariance.line(table[2:4]) == "default 100.0, invariant 100.0 us; ratio 1.00"
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the cases."""
-
-    usable, ranks, cases = True, None, []
-
-    def __init__(self, ranks, device):
-        FakePool.ranks, FakePool.cases = ranks, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is not invariance.measure:
-            return [{"gpu": "NVIDIA Testing", "num_gpus": FakePool.ranks}]
-        FakePool.cases.append(arguments[0])
-        return [[("default", True, times(0.02)), ("invariant", True, times(0.04))]]
+def measured(case, *_):
+    return [("default", True, times(0.02)), ("invariant", True, times(0.04))]
 
 
 @pytest.fixture
-def command(monkeypatch, tmp_path):
+def pool(monkeypatch):
+    fake = FakePool(measured)
+    monkeypatch.setattr(rank_program, "RankPool", fake)
+    return fake
+
+
+@pytest.fixture
+def command(monkeypatch, pool, tmp_path):
     def run(gpus, *arguments):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(invariance, "pick_device", lambda asked, ranks: "cuda" if gpus else "cpu")
         return invariance.main([*arguments, "--out", str(tmp_path)])
 
-    monkeypatch.setattr(rank_program, "RankPool", FakePool)
     return run
 
 
-def test_command(command, tmp_path, capsys):
-    assert command(2, "--ops", "all_reduce", "gemm_ar") == 0 and FakePool.ranks == 2
-    assert [str(case) for case in FakePool.cases] == [
+def test_command(command, pool, tmp_path, capsys):
+    assert command(2, "--ops", "all_reduce", "gemm_ar") == 0 and pool.ranks == 2
+    assert [str(case) for case in pool.cases] == [
         "gemm_ar 16x8192x8192 llama-70b o", "gemm_ar 4096x8192x8192 llama-70b o",
         "all_reduce 16x8192", "all_reduce 1024x8192",
     ]
@@ -156,10 +146,10 @@ def test_command(command, tmp_path, capsys):
     written = points.read_invariance(tmp_path)
     assert len(written) == 8 and {"git", "date", "rounds", "gpu"} <= {*written[0]}
     assert (tmp_path / "testingx2" / "invariance.jsonl").exists()
-    assert command(1) == 0 and FakePool.cases == invariance_cases.cases(1)
-    assert command(2, "--seconds", "0") == 0 and FakePool.cases == [], "the time is over"
+    assert command(1) == 0 and pool.cases == invariance_cases.cases(1)
+    assert command(2, "--seconds", "0") == 0 and pool.cases == [], "the time is over"
     before = points.read_invariance(tmp_path)
-    assert command(0) == 0 and FakePool.cases == invariance_cases.rehearsal(2)
+    assert command(0) == 0 and pool.cases == invariance_cases.rehearsal(2)
     assert points.read_invariance(tmp_path) == before, "a rehearsal writes nothing"
     with pytest.raises(SystemExit):
         command(1, "--ops", "all_reduce")

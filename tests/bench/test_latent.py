@@ -12,6 +12,7 @@ from bench.core import points, rank_program
 from bench.report import main as report
 from bench.report import rows as all_rows
 from tdkernels.ops.attention.flash_decode.reference import flash_decode_ref
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 SMALL = Shape(1, 64, 20, dim=72, dim_v=64)
@@ -108,51 +109,36 @@ def test_floors_and_shares():
     assert copy_bound[0]["floor"] == "copy" and copy_bound[0]["share"] == 50.0
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the shapes."""
-
-    usable, ranks, shapes = True, None, []
-
-    def __init__(self, ranks, device):
-        FakePool.ranks, FakePool.shapes = ranks, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is not latent.measure:
-            return [{"gpu": "NVIDIA Testing", "num_gpus": FakePool.ranks}]
-        FakePool.shapes.append(arguments[0])
-        return [[("split", True, times(0.02))]]
+@pytest.fixture
+def pool(monkeypatch):
+    fake = FakePool(lambda *_: [("split", True, times(0.02))])
+    monkeypatch.setattr(rank_program, "RankPool", fake)
+    return fake
 
 
 @pytest.fixture
-def command(monkeypatch, tmp_path):
+def command(monkeypatch, pool, tmp_path):
     def run(gpus, *arguments):
         monkeypatch.setattr(latent.torch.cuda, "device_count", lambda: gpus)
         return latent.main([*arguments, "--out", str(tmp_path)])
 
-    monkeypatch.setattr(rank_program, "RankPool", FakePool)
     return run
 
 
-def test_command(command, tmp_path, capsys):
+def test_command(command, pool, tmp_path, capsys):
     assert command(1, "--shapes", "1x16x64", "2x16x64x2", "--page", "32") == 0
-    assert FakePool.shapes == [Shape(1, 16, 64, 1, 32), Shape(2, 16, 64, 2, 32)]
+    assert pool.cases == [Shape(1, 16, 64, 1, 32), Shape(2, 16, 64, 2, 32)]
     assert capsys.readouterr().out.splitlines()[1].startswith("2x16x64x2, pages of 32: split 20.0 us, in CUDA graphs")
     written = points.read_latent(tmp_path)
     assert [row["shape"] for row in written] == ["1x16x64, pages of 32", "2x16x64x2, pages of 32"]
     assert {"git", "date", "rounds"} <= {*written[0]}
     assert (tmp_path / "testingx1" / "flash_decode_latent.jsonl").exists()
-    assert command(2) == 0 and FakePool.ranks == 2
-    assert FakePool.shapes == [shape for shape in latent.SHAPES if shape.queries == 1]
-    assert command(1, "--seconds", "0") == 0 and FakePool.shapes == [], "the time is over"
+    assert command(2) == 0 and pool.ranks == 2
+    assert pool.cases == [shape for shape in latent.SHAPES if shape.queries == 1]
+    assert command(1, "--seconds", "0") == 0 and pool.cases == [], "the time is over"
     assert "time limit reached" in capsys.readouterr().out
     before = points.read_latent(tmp_path)
-    assert command(0) == 0 and FakePool.ranks == 2 and {shape.dim for shape in FakePool.shapes} == {72}
+    assert command(0) == 0 and pool.ranks == 2 and {shape.dim for shape in pool.cases} == {72}
     assert points.read_latent(tmp_path) == before, "a rehearsal writes nothing"
 
 

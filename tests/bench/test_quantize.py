@@ -11,6 +11,7 @@ from bench.dense import quantize, quantize_methods, quantize_report
 from bench.dense.quantize_methods import Linear, Quantize
 from bench.report import main as report
 from bench.report import rows as all_rows
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 PLAN = quantize.Plan(rounds=1, compiled=False)
@@ -82,39 +83,23 @@ def test_plain_torch_is_one_graph(monkeypatch):
 compile_eagerly = torch.compile
 
 
-class FakePool:
-    """A RankPool that measures nothing and records the cases."""
-
-    usable, cases = True, []
-
-    def __init__(self, ranks, device):
-        FakePool.cases = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is not quantize.measure:
-            return [MACHINE]
-        FakePool.cases.append(arguments)
-        if isinstance(arguments[0], Linear):
-            times = {"torch": 6.0, "bf16": 6.0, "rowwise": 4.0, "tensorwise": 3.0, "gemm rowwise": 2.0}
-        else:
-            times = {"tdkernels": 0.25, "torch": 4.0, "torch.compile": 0.5, "copy": 0.2}
-        return [[(name, graph, {"ms": ms, "host_ms": ms}) for graph in (False, True) for name, ms in times.items()]]
+def measured(case, plan):
+    if isinstance(case, Linear):
+        times = {"torch": 6.0, "bf16": 6.0, "rowwise": 4.0, "tensorwise": 3.0, "gemm rowwise": 2.0}
+    else:
+        times = {"tdkernels": 0.25, "torch": 4.0, "torch.compile": 0.5, "copy": 0.2}
+    return [(name, graph, {"ms": ms, "host_ms": ms}) for graph in (False, True) for name, ms in times.items()]
 
 
 def test_command_and_tables(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(rank_program, "RankPool", FakePool)
+    pool = FakePool(measured, MACHINE)
+    monkeypatch.setattr(rank_program, "RankPool", pool)
     monkeypatch.setattr(quantize, "pick_device", lambda *_: "cuda")
     out = ["--out", str(tmp_path)]
     assert quantize.main(["--shapes", "64x128", "--no-compile", "--rounds", "3", *out]) == 0
-    assert len(FakePool.cases) == 12 and {plan for _, plan in FakePool.cases} == {quantize.Plan(3, False)}
+    assert len(pool.calls) == 12 and {plan for _, plan in pool.calls} == {quantize.Plan(3, False)}
     assert "64x128 block, weight, transposed: tdkernels 0.2500, torch 4.0000" in capsys.readouterr().out
-    assert quantize.main(["--seconds", "0", *out]) == 0 and FakePool.cases == []
+    assert quantize.main(["--seconds", "0", *out]) == 0 and pool.calls == []
     rows = points.read_quantize(tmp_path)
     assert len(rows) == 2 * (10 * 4 + 2 * 5) and points.read(tmp_path) == []
     text = quantize_report.text(rows)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from bench import run as bench_run
-from bench.core import harness, measure, points
+from bench.core import measure, points
 from bench.experts import grouped_gemm, grouped_gemm_report
 from bench.experts import scaled_grouped_gemm as program
 from bench.report import main as report
 from bench.report import rows as all_rows
 from tdkernels.__main__ import main
+from tests.bench.fake_pool import FakePool
 from tests.support.ranks import on_ranks
 
 CASE = program.Case(grouped_gemm.Shape(7, 32, 32, 3, "swiglu", fp8=True), "skewed")
@@ -93,27 +94,6 @@ def test_wrong_results_are_not_timed():
     assert on_ranks(1, measure_wrong_method)[0].startswith("tdkernels row: wrong: relative error 0.1")
 
 
-class FakePool:
-    """A RankPool that measures nothing."""
-
-    usable = True
-
-    def __init__(self, ranks, device, timeout_s):
-        assert ranks == 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, fn, *arguments):
-        if fn is harness.link_rate:
-            return [None]
-        machine = {"gpu": "NVIDIA Testing", "num_gpus": 1, "torch": "2.99", "triton": "3.99"}
-        return [machine if fn is harness.machine else FOUND]
-
-
 FOUND = [(f"{kind} {layout}".strip(), graph, {"ms": ms / (1 + graph)})
          for graph in (False, True) for kind, layout, ms in (
              ("bf16", "", 4.0), ("torch", "row", 3.0), ("dense", "row", 1.0), ("tdkernels", "row", 2.0),
@@ -123,9 +103,12 @@ FOUND += [("torch block", False, {"absent": "no scales"}), ('tdkernels row c1 {"
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_command_and_table(gpus, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_run, "RankPool", FakePool)
+    machine = {"gpu": "NVIDIA Testing", "num_gpus": 1, "torch": "2.99", "triton": "3.99"}
+    pool = FakePool(lambda *_: FOUND, machine)
+    monkeypatch.setattr(bench_run, "RankPool", pool)
     monkeypatch.setattr(bench_run.torch.cuda, "device_count", lambda: gpus)
     assert main(["bench", "group_gemm", "--shapes", "fp8:mixtral-tp8", "--out", str(tmp_path)]) == 0
+    assert pool.ranks == 1
     rows = points.read_scaled_experts(tmp_path)
     assert len(rows) == len(FOUND) * gpus and points.read(tmp_path) == points.read_layers(tmp_path) == []
     text = grouped_gemm_report.scaled_text(rows)
