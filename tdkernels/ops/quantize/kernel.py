@@ -119,9 +119,8 @@ def quantize_tiles_kernel(
 ):
     """Quantize a tile of x [rows, columns], or of x.T, and store its scales.
 
-    known_ptr: the scale with GIVEN; the largest magnitudes with MATRIX and WHOLE_COLUMN; None otherwise
-
     scale_ptr: the scales are stored there, one per tile and row of the codes with ROW or COLUMN, one per tile with TILE
+    known_ptr: the scale with GIVEN; the largest magnitudes with MATRIX and WHOLE_COLUMN; None otherwise
     """
     ALIGNED_ROWS: tl.constexpr = ALIGNED and TRANSPOSE
     columns, stride, rows = as_aligned(columns, ALIGNED), as_aligned(stride, ALIGNED), as_aligned(rows, ALIGNED_ROWS)

@@ -3,9 +3,8 @@
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.common.fp8_groups import GROUP
 from tdkernels.ops.common.gemm_tile import as_aligned
-
-GROUP = tl.constexpr(128)  # elements of a row that share a scale
 
 
 @td.jit(do_not_specialize=["rows", "columns"])

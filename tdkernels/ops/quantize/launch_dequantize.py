@@ -2,8 +2,9 @@
 
 import torch
 
+from tdkernels.ops.common.fp8_groups import GROUP
 from tdkernels.ops.common.gemm_operands import aligned
-from tdkernels.ops.quantize.kernel_dequantize import GROUP, dequantize_rows_kernel
+from tdkernels.ops.quantize.kernel_dequantize import dequantize_rows_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
