@@ -56,11 +56,11 @@ def _assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * size)
 
 
-def compiled_equals_eager(mlp, config):
+def compiled_equals_eager(mlp, config, fullgraph=True):
     torch._dynamo.reset()
     torch.manual_seed(torch.distributed.get_rank())
     module = mlp(config).to(device())
-    compiled = torch.compile(module, fullgraph=True, backend=_backend())
+    compiled = torch.compile(module, fullgraph=fullgraph, backend=_backend())
     for rows in (4, 4, 6):  # the third call has a shape that was not traced
         x = torch.randn(2, rows, HIDDEN, device=device())
         for got, expected in zip(_run(compiled, x), _run(module, x), strict=True):
@@ -186,6 +186,7 @@ class ExpertParallelExperts(nn.Module):
     """Expert-parallel experts behind a router, with capacity for all tokens."""
 
     quantize = None
+    max_tokens = 64
 
     def __init__(self, config=None):
         super().__init__()
@@ -200,8 +201,8 @@ class ExpertParallelExperts(nn.Module):
         ids = ids.masked_fill(torch.arange(len(ids), device=ids.device).view(-1, 1) == 1, -1)
         tokens = tokens if self.quantize is None else tokens.detach()
         y = tdkernels.ep_moe(
-            tokens, ids, weights, self.gate_up, self.down, num_experts=4, quantize=self.quantize, max_tokens=64,
-            config=self.config,
+            tokens, ids, weights, self.gate_up, self.down, num_experts=4, quantize=self.quantize,
+            max_tokens=self.max_tokens, config=self.config,
         )
         return y.view_as(x)
 
@@ -224,6 +225,12 @@ class MoeModules(nn.Module):
 
 class QuantizedExpertParallelExperts(ExpertParallelExperts):
     quantize = "fp8"
+
+
+class ExactExpertParallelExperts(ExpertParallelExperts):
+    """Without capacity the host waits for the number of rows, so the layer runs between graphs."""
+
+    max_tokens = None
 
 
 def op(name):
@@ -341,6 +348,12 @@ ON_GPUS = [case for case in CASES if case != "TensorParallelExperts, no activati
 @pytest.mark.parametrize("case", ON_GPUS if DEVICE == "cuda" else COVERING)
 def test_fullgraph(case):
     on_ranks(2, compiled_equals_eager, *CASES[case])
+
+
+@pytest.mark.parametrize("method", ["sequence", "fused"])
+def test_between_graphs(method):
+    config = tdkernels.EpMoeConfig(method=method)
+    on_ranks(2, compiled_equals_eager, ExactExpertParallelExperts, config, False)
 
 
 def test_caches_in_buffers():

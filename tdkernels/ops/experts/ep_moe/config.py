@@ -31,7 +31,7 @@ class EpMoeConfig:
     Attributes:
         ep: Config of dispatch and combine, see ``EpConfig``. It must be the same on all ranks.
         gemm: Config of both GEMMs, see ``GroupGemmConfig``.
-        method: Must be the same on all ranks. torch.compile always uses "sequence".
+        method: Must be the same on all ranks. In a graph of torch.compile it is always "sequence".
 
             - "fused": The GEMMs overlap the communication. Of ``ep`` and ``gemm`` only the tiles of ``gemm`` are used.
             - "sequence" or "": Dispatch, GEMMs and combine run one after the other. This sends fewer bytes if tokens

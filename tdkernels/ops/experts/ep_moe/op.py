@@ -70,9 +70,10 @@ def ep_moe_ref(
 # ---- checks ----
 
 
-def _check(request, topk_weights, w_gate_up, w_down, scales, activation, config):
+def _check(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config):
     """Raise TypeError or ValueError if arguments are invalid on this rank, naming the argument and its shape."""
     operator, x, num_experts, world_size = request.operator, request.x, request.num_experts, request.group.size()
+    check_fast_accum(operator, use_fast_accum, scales)
     if scales is None:
         check_experts(operator, x, w_gate_up, "w_gate_up")
     else:
@@ -109,6 +110,11 @@ def _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
             if reason is not None:
                 raise ValueError(f"{operator}: config cannot run: gemm: {reason}")
             check_fp8_tiles(operator, gemm.tiles, (w_gate_up, w_down), scales, "gemm: ")
+    check_invariant(operator, config)
+    if config is not None and config.method == "fused":
+        reason = "it cannot multiply weights in float8" if scales else why_not(request.group, request.quantize)
+        if reason is not None:
+            raise ValueError(f'{operator}: config cannot run: method "fused" does not support this call: {reason}')
 
 
 # ---- public function ----
@@ -183,65 +189,75 @@ def ep_moe(
     """
     group = resolve_group(group)
     scales = None if scale_gate_up is None and scale_down is None else (scale_gate_up, scale_down)
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    limits = max_tokens, max_tokens_per_rank
+    has_capacity = max_tokens is not None or max_tokens_per_rank is not None
+    if has_capacity and scales is None and torch.compiler.is_compiling():
+        return _in_graph(operands, num_experts, activation, quantize, limits, use_fast_accum, group, config)
+    return _ep_moe(operands, scales, num_experts, activation, quantize, limits, use_fast_accum, group, config)
+
+
+def _in_graph(operands, num_experts, activation, quantize, limits, use_fast_accum, group, config):
+    """Execute ``ep_moe`` as an operator in a graph of torch.compile."""
+    x, topk_ids, topk_weights, w_gate_up, w_down = operands
+    x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
+    request = DispatchRequest("ep_moe", group, x, topk_ids, num_experts, None, quantize, *limits)
+    # The discovery of the nodes cannot be traced. In batch-invariant mode the steps make it when they run.
+    _check(request, topk_weights, w_gate_up, w_down, None, use_fast_accum, activation, config)
+    _reject_gradient_of_codes(quantize, x)
+    settings = num_experts, activation, quantize, with_capacity(request.shape).max_tokens, limits[1]
+    texts = map(as_argument, (config or SEQUENCE).parts(x))
+    return ep_moe_compiled(
+        x, topk_ids, topk_weights, w_gate_up, w_down, *settings, group.group_name, *texts  # type: ignore[arg-type]
+    )
+
+
+@outside_graphs
+def _ep_moe(operands, scales, num_experts, activation, quantize, limits, use_fast_accum, group, config):
+    """Execute ``ep_moe`` outside graphs. ``limits`` are (max_tokens, max_tokens_per_rank)."""
+    x, topk_ids, topk_weights, w_gate_up, w_down = operands
     if scales is None:
         x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     else:
         (x,) = autograd.apply_autocast(x)
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
     known, key = call_cache.lookup(
-        "ep_moe", group, (*layer, scale_gate_up, scale_down),
-        (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, use_fast_accum, config),
+        "ep_moe", group, (*layer, *(scales or (None, None))),
+        (num_experts, activation, quantize, *limits, use_fast_accum, config),
     )
-    request = DispatchRequest(
-        "ep_moe", group, x, topk_ids, num_experts, None, quantize, max_tokens, max_tokens_per_rank
-    )
+    request = DispatchRequest("ep_moe", group, x, topk_ids, num_experts, None, quantize, *limits)
     if known is None:
-        check_fast_accum("ep_moe", use_fast_accum, scales)
-        _check(request, topk_weights, w_gate_up, w_down, scales, activation, config)
-        # A compiled call cannot be traced through the discovery of the nodes; its steps reject it when they run.
-        if is_batch_invariant() and not torch.compiler.is_compiling() and spans_nodes(group):
+        _check(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config)
+        if is_batch_invariant() and spans_nodes(group):
             reject_invariant("ep_moe", "a group on several nodes")
-        check_invariant("ep_moe", config)
-        fused = config is not None and _is_fused(config, quantize, group, scales)
-        max_tokens = with_capacity(request.shape).max_tokens
-        layout = None  # torch.compile, weights in fp8 and the batch-invariant mode always use the sequence
-        if config is None and scales is None and not torch.compiler.is_compiling() and not is_batch_invariant():
-            layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
-        known = fused, max_tokens, layout
+        max_tokens, layout = with_capacity(request.shape).max_tokens, None
+        # Weights in fp8 and the batch-invariant mode always use the sequence.
+        if config is None and scales is None and not is_batch_invariant():
+            layout = layout_of(quantize, max_tokens, limits[1], topk_ids.shape[1], group)
+        known = max_tokens, layout
         call_cache.insert(group, key, known)
-    fused, max_tokens, layout = known
+    max_tokens, layout = known
     if scales is not None:
         reject_fp8_gradients("ep_moe", *layer, *scales)
-    elif quantize is not None and torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
-    if max_tokens is not None and scales is None and torch.compiler.is_compiling():
-        settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
-        texts = map(as_argument, (config or SEQUENCE).parts(x))
-        return ep_moe_compiled(*layer, *settings, group.group_name, *texts)  # type: ignore[arg-type]
+    else:
+        _reject_gradient_of_codes(quantize, x)
     request = request._replace(max_tokens=max_tokens)
-    return _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, fused, layout)
+    return _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, layout)
 
 
-def _is_fused(config, quantize, group, scales):
-    """Return whether the config selects method "fused". Raise ValueError if the call does not support it."""
-    if config.method != "fused":
-        return False
-    reason = why_not(group, quantize) if scales is None else "it cannot multiply weights in float8"
-    if reason is not None:
-        raise ValueError(f'ep_moe: config cannot run: method "fused" does not support this call: {reason}')
-    return True
+def _reject_gradient_of_codes(quantize, x):
+    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
-@outside_graphs
 @whole_call
-def _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, fused, layout):
+def _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activation, config, layout):
     x, ids, group, counted = request.x, request.ids, request.group, None
     if config is None:
         config = SEQUENCE
         if layout is not None:
             config, counted = choose_config(layout, request, w_down)
-        fused = config.method == "fused"
-    if fused:
+    if config.method == "fused":
         return ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted)
     if counted is not None:
         ids = handle_for(config, counted, request)
