@@ -24,6 +24,7 @@ from tests.support.simulated_nodes import thorough
 pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
+SUMS_STACK = 256  # of moe_gemm_rs. Triton 3.6 needs up to 120 bytes, 3.8 up to 224; they are used once per work item.
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
@@ -228,8 +229,7 @@ def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
 ], ids=str)
 def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
     launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted)
-    # With 8 choices the loop that adds rows has some spills, too: it has 64 registers of rows in flight.
-    check(compile_for(*launch, "sm_90"), [256], 160 if choices == 8 else 128, most_spills=4)
+    check(compile_for(*launch, "sm_90"), [256], SUMS_STACK, most_spills=4)
 
 
 @pytest.mark.parametrize("launch, loops, most_spills, gathers", [
@@ -252,7 +252,7 @@ def test_tp_moe_in_fp8():
 
 @thorough
 def test_sums_of_tp_moe_in_fp8():
-    check(compile_for(*moe_gemm_rs_launch(4, 2, E4M3), "sm_90"), [256], 160, FP8_PRODUCT, most_spills=4)
+    check(compile_for(*moe_gemm_rs_launch(4, 2, E4M3), "sm_90"), [256], SUMS_STACK, FP8_PRODUCT, most_spills=4)
 
 
 def test_sums_follow_their_tiles():

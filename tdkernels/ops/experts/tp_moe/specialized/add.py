@@ -1,4 +1,9 @@
-"""Add the rows of each token, and the sums of all ranks, in partitions of two or four warps."""
+"""Add the rows of each token, and the sums of all ranks, in partitions of two or four warps.
+
+Columns are loaded, kept and stored in pairs, as int32, and separated in assembly when they are added. Triton 3.8
+separates tensors of 16-bit numbers where they are loaded. Rows that wait for their addition would then take twice as
+many registers, more than there are.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,8 +41,8 @@ def _tokens_of_pass(rows, warps, few_registers):
 
 @gluon.constexpr_function
 def _layout(tokens, warps):
-    """Return the layout of a block of columns of several tokens."""
-    return gl.BlockedLayout([1, 8], [1, 32], [tokens, warps // tokens], [1, 0])
+    """Return the layout of a block of pairs of columns of several tokens."""
+    return gl.BlockedLayout([1, 4], [1, 32], [tokens, warps // tokens], [1, 0])
 
 
 @gluon.jit
@@ -51,12 +56,13 @@ def _rows_of(tensors, owner, tokens, end, M_shard, CHOICES: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(tensors, rows, columns, N):
-    """Load some columns of the rows of each token, in a tuple."""
+def _load_rows(tensors, rows, pairs, N):
+    """Load some pairs of columns of the rows of each token, in a tuple."""
+    first = tensors[0].to(gl.pointer_type(gl.int32), bitcast=True)
     parts: gl.tuple = ()
     for j in gl.static_range(len(rows)):
-        at = tensors[0] + rows[j][:, None].to(gl.int64) * N + columns[None, :]
-        parts += (gl.load(at, mask=(rows[j] >= 0)[:, None] & (columns < N)[None, :], other=0.0),)
+        at = first + rows[j][:, None].to(gl.int64) * (N // 2) + pairs[None, :]
+        parts += (gl.load(at, mask=(rows[j] >= 0)[:, None] & (pairs < N // 2)[None, :], other=0),)
     return parts
 
 
@@ -74,16 +80,54 @@ def _weights_of(tensors, owner, tokens, rows, M_shard):
     return weights
 
 
+@gluon.constexpr_function
+def _name(dtype):
+    """Return the name of a type in PTX."""
+    return "bf16" if dtype == gl.bfloat16 else "f16"
+
+
 @gluon.jit
-def _weighted_sum(parts, weights, layout: gl.constexpr):
-    """Return the weighted sum of each token's rows in fp32. Assignments without a row add nothing."""
-    total = gl.zeros(parts[0].shape, gl.float32, layout)
+def _split(pairs, dtype: gl.constexpr):
+    """Return the first and the second number of each pair, in fp32."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32." + _name(dtype) + " $0, a; cvt.f32." + _name(dtype)
+        + " $1, b; }",
+        "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def _join(halves, dtype: gl.constexpr):
+    """Return pairs of the numbers of two fp32 tensors, rounded to ``dtype``."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + _name(dtype) + "x2.f32 $0, $2, $1;", "=r,f,f", [halves[0], halves[1]], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def _weighted_sum(parts, weights, dtype: gl.constexpr):
+    """Return the weighted sums of each token's rows in fp32, (of the first columns of all pairs, of the second).
+
+    Assignments without a row add nothing.
+    """
+    zeros = gl.zeros_like(parts[0]).to(gl.float32)
+    first, second = zeros, zeros
     for j in gl.static_range(len(parts)):
-        part = parts[j].to(gl.float32)
+        a, b = _split(parts[j], dtype)
         if len(weights) > 0:
-            part *= weights[j][:, None]
-        total += part
-    return total
+            a *= weights[j][:, None]
+            b *= weights[j][:, None]
+        first += a
+        second += b
+    return first, second
+
+
+@gluon.jit
+def _place_of(tokens, pairs, end, N):
+    """Return (offsets, mask) of pairs of columns of tokens before ``end``, in a tensor [M_shard, N]."""
+    offs = tokens[:, None].to(gl.int64) * (N // 2) + pairs[None, :]
+    return offs, (tokens < end)[:, None] & (pairs < N // 2)[None, :]
 
 
 @gluon.jit
@@ -100,14 +144,14 @@ def _add_for_peer(
     layout: gl.constexpr = _layout(AT_ONCE, WARPS)
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    pairs = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
     rows: gl.tuple = ()
     parts: gl.tuple = ()
     weights: gl.tuple = ()
     for i in gl.static_range(PASSES):
         rows += (_rows_of(tensors, owner, tokens + i * AT_ONCE, end, M_shard, CHOICES),)
     for i in gl.static_range(PASSES):
-        parts += (_load_rows(tensors, rows[i], columns, N),)
+        parts += (_load_rows(tensors, rows[i], pairs, N),)
         weights += (_weights_of(tensors, owner, tokens + i * AT_ONCE, rows[i], M_shard),)
     rows = ()
     for i in gl.static_range(PASSES):
@@ -117,14 +161,13 @@ def _add_for_peer(
         next_weights: gl.tuple = ()
         next_rows: gl.tuple = ()
         for i in gl.static_range(PASSES):
-            total = _weighted_sum(parts[i], weights[i], layout)
-            next_parts += (_load_rows(tensors, rows[i], columns, N),)
+            total = _join(_weighted_sum(parts[i], weights[i], dtype), dtype)
+            next_parts += (_load_rows(tensors, rows[i], pairs, N),)
             there, coming = tokens + i * AT_ONCE, tokens + (PASSES + i) * AT_ONCE
             next_weights += (_weights_of(tensors, owner, coming, rows[i], M_shard),)
             next_rows += (_rows_of(tensors, owner, coming + PASSES * AT_ONCE, end, M_shard, CHOICES),)
-            offs = there[:, None].to(gl.int64) * N + columns[None, :]
-            mask = (there < end)[:, None] & (columns < N)[None, :]
-            gl.store(pointer_to(to, dtype) + offs, total.to(dtype), mask=mask)
+            offs, mask = _place_of(there, pairs, end, N)
+            gl.store(pointer_to(to, gl.int32) + offs, total, mask=mask)
         tokens += PASSES * AT_ONCE
         parts, weights, rows = next_parts, next_weights, next_rows
 
@@ -142,22 +185,23 @@ def _add_own(
     layout: gl.constexpr = _layout(AT_ONCE, WARPS)
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    pairs = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
+    z = tensors[1].to(gl.pointer_type(gl.int32), bitcast=True)
     rows = _rows_of(tensors, me, tokens, end, M_shard, CHOICES)
     for _ in range(token, end, AT_ONCE):
         weights = _weights_of(tensors, me, tokens, rows, M_shard)
-        own = _weighted_sum(_load_rows(tensors, rows, columns, N), weights, layout)
+        own = _weighted_sum(_load_rows(tensors, rows, pairs, N), weights, dtype)
         rows = _rows_of(tensors, me, tokens + AT_ONCE, end, M_shard, CHOICES)
         if ROUND_OWN:
-            own = own.to(dtype).to(gl.float32)
-        offs = tokens[:, None].to(gl.int64) * N + columns[None, :]
-        mask = (tokens < end)[:, None] & (columns < N)[None, :]
-        total = gl.zeros((AT_ONCE, COLUMNS), gl.float32, layout)
+            own = _split(_join(own, dtype), dtype)
+        offs, mask = _place_of(tokens, pairs, end, N)
+        first, second = gl.zeros_like(own[0]), gl.zeros_like(own[0])
         for source in gl.static_range(RANKS):
-            at = pointer_to(parts_at + source * part_bytes, dtype) + offs
-            part = gl.load(at, mask=mask & (me != source), other=0.0).to(gl.float32)
-            total += gl.where(me == source, own, part)
-        gl.store(tensors[1] + offs, total.to(dtype), mask=mask)
+            at = pointer_to(parts_at + source * part_bytes, gl.int32) + offs
+            part = _split(gl.load(at, mask=mask & (me != source), other=0), dtype)
+            first += gl.where(me == source, own[0], part[0])
+            second += gl.where(me == source, own[1], part[1])
+        gl.store(z + offs, _join((first, second), dtype), mask=mask)
         tokens += AT_ONCE
 
 
