@@ -26,6 +26,7 @@ SIGNAL, HALF = 7, 1
 SEEDS = 100 if THOROUGH else 8
 STRIDE = 1 << 40  # distance between the addresses of the data of two ranks; rank 0 has the first one
 TOKENS = 16  # of a work item
+PAIR_BYTES = 4  # of two adjacent numbers of 16 bits
 MAX_STAGES, TILE_WORDS = kernel_route.MAX_STAGES.value, kernel_route.TILE_WORDS.value
 
 # ---- source, and stand-ins for the language ----
@@ -43,6 +44,11 @@ class Pointer:
 
     def __add__(self, offset):
         return Pointer(self.values, self.offset + offset)
+
+    def to(self, size, bitcast):
+        """Return a pointer to pairs of elements of an array. A pair of numbers is a complex number."""
+        assert size == PAIR_BYTES and bitcast and self.offset % 2 == 0
+        return Pointer(self.values.view(complex), self.offset // 2)
 
     def load(self, mask, other):
         """Return the elements where mask is true, otherwise ``other``."""
@@ -148,15 +154,18 @@ def code_of_values(source):
 
     def pointer_to(address, size):
         place, offset = divmod(address, STRIDE)
-        return Pointer(memory[place], offset // size)
+        values = memory[place].view(complex) if size == PAIR_BYTES else memory[place]
+        return Pointer(values, offset // size)
 
     code = compiled(
         re.sub(r"\.to\((dtype|gl\.float32)\)", "", source), pointer_to=pointer_to,
         data_at=lambda ctx, half, rank: rank * STRIDE,
     )
+    code["_split"] = lambda pairs, dtype: (pairs.real, pairs.imag)
+    code["_join"] = lambda halves, dtype: halves[0] + 1j * halves[1]
     vars(code["tl"])["int64"] = 8
     vars(code["gl"]).update(
-        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, float32=None,
-        zeros=lambda shape, *_: np.zeros(shape), store=lambda ptr, values, mask: ptr.store(values, mask),
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, int32=PAIR_BYTES, pointer_type=lambda size: size,
+        zeros_like=np.zeros_like, store=lambda ptr, values, mask: ptr.store(values, mask),
     )
     return code, memory

@@ -111,15 +111,13 @@ def _weighted_sum(parts, weights, dtype: gl.constexpr):
 
     Assignments without a row add nothing.
     """
-    zeros = gl.zeros_like(parts[0]).to(gl.float32)
-    first, second = zeros, zeros
+    first = gl.zeros_like(parts[0]).to(gl.float32)
+    second = first
     for j in gl.static_range(len(parts)):
         a, b = _split(parts[j], dtype)
         if len(weights) > 0:
-            a *= weights[j][:, None]
-            b *= weights[j][:, None]
-        first += a
-        second += b
+            a, b = a * weights[j][:, None], b * weights[j][:, None]
+        first, second = first + a, second + b
     return first, second
 
 
@@ -199,8 +197,8 @@ def _add_own(
         for source in gl.static_range(RANKS):
             at = pointer_to(parts_at + source * part_bytes, gl.int32) + offs
             part = _split(gl.load(at, mask=mask & (me != source), other=0), dtype)
-            first += gl.where(me == source, own[0], part[0])
-            second += gl.where(me == source, own[1], part[1])
+            first = first + gl.where(me == source, own[0], part[0])
+            second = second + gl.where(me == source, own[1], part[1])
         gl.store(z + offs, _join((first, second), dtype), mask=mask)
         tokens += AT_ONCE
 
