@@ -91,7 +91,7 @@ def compile_scaled(arch, dtype, kind, activation=None, **options):
 
 # Launches of tp_moe and its backward: the routing and the grouped GEMMs. Launches of the same kernel differ in its
 # compile-time options: transposed weight, SwiGLU, top-k weights.
-TP_MOE_ROUTE = ["count", "place", "order"]
+TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order"]
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
 
@@ -107,13 +107,14 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
+        patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
         route_launches, row_launches, sum_launches = (
             stack.enter_context(recorded_launches(module))
             for module in (moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
-        routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3)
+        for of_rank in (None, weights[:tokens].to(dtype)):
+            routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3, of_rank)
         rows = functools.partial(tp_moe_launch_ag_gemm.launch, routing=routing, config=config)
         rows(x, gate_up)
         h = rows(x, gate_up, activation="swiglu", keep=True).y
@@ -122,6 +123,8 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         tp_moe_launch_gemm_rs.launch(h, down, routing, weights, config)
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
     names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS
+    # Both routings place and order the rows in the same way.
+    route_launches = route_launches[:2] + route_launches[-4:]
     return dict(zip(names, route_launches + row_launches + sum_launches, strict=True))
 
 
@@ -142,7 +145,7 @@ def scaled_tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4, ki
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
+        patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
         stack.enter_context(recorded_launches(moe_routing))
         row_launches, sum_launches = (
             stack.enter_context(recorded_launches(module)) for module in (tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)

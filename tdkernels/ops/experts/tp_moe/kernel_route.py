@@ -11,8 +11,9 @@ of the peers. A tile belongs to the stage of the last turn that it needs. Tiles 
 by expert within a stage. With more stages tiles wait less, but each stage reads the weights of the experts again, which
 pays only if a stage has some hundred rows per expert. ``moe_gemm_rs`` finishes tokens in the reverse order of stages.
 
-There are three launches. ``moe_count_kernel`` counts the rows of experts. ``moe_place_kernel`` has one program per
-expert, which scans all ids in order of their turns. ``moe_order_kernel`` sorts the tiles.
+There are four launches. ``moe_pack_kernel`` writes this rank's ids, and the routing weights if they are known, to a
+message, which is all-gathered. ``moe_count_kernel`` counts the rows of experts. ``moe_place_kernel`` has one program
+per expert, which scans all ids in order of their turns. ``moe_order_kernel`` sorts the tiles.
 """
 
 import triton.language as tl
@@ -63,20 +64,50 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
     return stage_of_turn(tl.where(step == 0, 0, num_chunks + past), stages, ranks, num_chunks)
 
 
-@td.jit(do_not_specialize=["num_ids", "num_experts", "call"])
-def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, call, BLOCK: tl.constexpr):
+@td.jit(do_not_specialize=["num_ids", "num_experts"])
+def moe_pack_kernel(ids_ptr, weights_ptr, message_ptr, num_ids, num_experts, BLOCK: tl.constexpr):
+    """Write the ids of this rank's assignments to a message, int32, and their routing weights in fp32 after them.
+
+    Ids that are out of range remain so. weights_ptr: None for a message without routing weights
+    """
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = offs < num_ids
+    ids = tl.load(ids_ptr + offs, mask=there, other=0)
+    tl.store(message_ptr + offs, tl.minimum(tl.maximum(ids, -2), num_experts).to(tl.int32), mask=there)
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + offs, mask=there, other=0.0).to(tl.float32)
+        tl.store(message_ptr + num_ids + offs, weights.to(tl.int32, bitcast=True), mask=there)
+
+
+@td.jit(do_not_specialize=["num_ids", "of_rank", "num_experts", "call"])
+def moe_count_kernel(
+    ctx, messages_ptr, ids_ptr, weights_ptr, splits_ptr, num_ids, of_rank, num_experts, call, BLOCK: tl.constexpr,
+):
     """Count the assignments splits[e] of each expert, one program per expert. Report ids that are out of range.
 
-    An id of -1 is valid.
+    An id of -1 is valid. The programs also copy the parts of the messages, if pointers for them are given.
+
+    messages_ptr: the messages of all ranks, see ``moe_pack_kernel``
+    ids_ptr, weights_ptr: int32 and fp32 [num_ids], or None
+    of_rank: number of assignments of a rank
     """
     expert = tl.program_id(0)
     count = tl.full((BLOCK,), 0, tl.int32)
     bad = tl.full((BLOCK,), 0, tl.int32)
     for first in range(0, num_ids, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + offs, mask=offs < num_ids, other=-1)
+        at = messages_ptr + offs
+        if weights_ptr is not None:
+            at += offs // of_rank * of_rank  # the routing weights of the ranks before
+        ids = tl.load(at, mask=offs < num_ids, other=-1)
         count += (ids == expert).to(tl.int32)
         bad += ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+        if ids_ptr is not None:
+            copies = (offs < num_ids) & (first // BLOCK % num_experts == expert)
+            tl.store(ids_ptr + offs, ids, mask=copies)
+            if weights_ptr is not None:
+                weights = tl.load(at + of_rank, mask=copies, other=0)
+                tl.store(weights_ptr + offs, weights.to(tl.float32, bitcast=True), mask=copies)
     tl.store(splits_ptr + expert, td.sum_of(count, 0))
     if expert == 0:
         wrong = td.sum_of(bad, 0)
@@ -91,8 +122,8 @@ def moe_place_kernel(
 ):
     """Compute the assignment of each row, the row of each assignment (or -1), and the stage of each tile.
 
-    Tiles are in the order of their experts. There is one program per expert; one more handles the assignments without
-    an expert.
+    Rows past the last one of the last expert, one per dropped assignment, get assignment 0. Tiles are in the order of
+    their experts. There is one program per expert; one more handles the assignments without an expert.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     expert = tl.program_id(0)
@@ -103,23 +134,26 @@ def moe_place_kernel(
     end = begin + td.sum_of(tl.where(experts == expert, counts, 0), 0)
     shard_choices, chunk_choices = M_shard * choices, chunk_rows * choices
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
-    row = begin
-    for turn in range(0, ranks * num_chunks):
-        source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
-        first = chunk * chunk_choices
-        last = tl.minimum(first + chunk_choices, shard_choices)
-        for start in range(first, last, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            choice = source * shard_choices + offs
-            ids = tl.load(ids_ptr + choice, mask=offs < last, other=-1)
-            if expert == num_experts:
-                tl.store(rows_ptr + choice, -1, mask=(offs < last) & ((ids < 0) | (ids >= num_experts)))
-            else:
-                mine = (ids == expert) & (offs < last)
-                at = row + td.running_sum(mine.to(tl.int32), 0) - 1
-                tl.store(choices_ptr + at, choice, mask=mine)
-                tl.store(rows_ptr + choice, at, mask=mine)
-                row += td.sum_of(mine.to(tl.int32), 0)
+    row, num_offs = begin, ranks * num_chunks * chunk_choices
+    for start in range(0, num_offs, BLOCK):  # in order of turns
+        offs = start + tl.arange(0, BLOCK)
+        source, chunk = chunk_at_turn(offs // chunk_choices, me, ranks, num_chunks)
+        within = chunk * chunk_choices + offs % chunk_choices
+        choice = source * shard_choices + within
+        there = (offs < num_offs) & (within < shard_choices)  # the last chunk of a rank may have fewer assignments
+        ids = tl.load(ids_ptr + choice, mask=there, other=-1)
+        if expert == num_experts:
+            tl.store(rows_ptr + choice, -1, mask=there & ((ids < 0) | (ids >= num_experts)))
+        else:
+            mine = (ids == expert) & there
+            at = row + td.running_sum(mine.to(tl.int32), 0) - 1
+            tl.store(choices_ptr + at, choice, mask=mine)
+            tl.store(rows_ptr + choice, at, mask=mine)
+            row += td.sum_of(mine.to(tl.int32), 0)
+    if expert == num_experts:
+        for start in range(begin, ranks * shard_choices, BLOCK):
+            unused = start + tl.arange(0, BLOCK)
+            tl.store(choices_ptr + unused, 0, mask=unused < ranks * shard_choices)
     tl.debug_barrier()  # the loop below reads values that other threads have stored
     tiles = (counts + tile_rows - 1) // tile_rows
     first_tile = td.sum_of(tl.where(before, tiles, 0), 0)

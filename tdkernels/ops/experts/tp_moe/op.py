@@ -150,9 +150,9 @@ class _GemmRs(torch.autograd.Function):
 # ---- public functions ----
 
 
-def _gate_up(operator, x, topk_ids, w, activation, group, configs):
+def _gate_up(operator, x, topk_ids, w, activation, group, configs, topk_weights=None):
     """Run moe_ag_gemm with valid operands and the configs of ``choose_configs``, and return (h, routing)."""
-    routing = routing_of(operator, topk_ids, w, group, configs.first)
+    routing = routing_of(operator, topk_ids, w, group, configs.first, topk_weights)
     if not x.shape[0]:
         return _empty_output(w.shape[1] // (2 if activation else 1), x, w), routing
     if not autograd.may_be_differentiated([x, w]):
@@ -338,7 +338,7 @@ def tp_moe(
     if configs is None:
         configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
         call_cache.insert(group, key, configs)
-    h, routing = _gate_up("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
+    h, routing = _gate_up("tp_moe", x, topk_ids, w_gate_up, activation, group, configs, topk_weights)
     if not x.shape[0]:
         return _empty_output(w_down.shape[1], h, topk_weights, w_down)
     return _down(h, topk_weights, w_down, routing, configs)
@@ -358,7 +358,7 @@ def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, use_fast_a
     reject_fp8_gradients("tp_moe", *operands, *scales)
     if not x.shape[0]:
         return x.new_empty(0, w_down.shape[1])
-    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first, topk_weights)
     h = gate_up_stage(x, w_gate_up, scales[0], use_fast_accum, routing, activation, configs.first)
     return down_stage(h, w_down, scales[1], use_fast_accum, topk_weights, routing, configs.second)
 

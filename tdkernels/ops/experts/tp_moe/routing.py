@@ -14,16 +14,19 @@ from tdkernels.ops.experts.tp_moe.kernel_route import (
     TILE_WORDS,
     moe_count_kernel,
     moe_order_kernel,
+    moe_pack_kernel,
     moe_place_kernel,
 )
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
+from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, local_workspace_of, pointer_signature
 from tdkernels.symm import get_workspace
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
+# Assignments that a program of moe_place_kernel scans at a time, and its warps.
+_SMALL_BLOCK, _LARGE_BLOCK = (1024, 4), (4096, 16)
 _MAX_STAGES = MAX_STAGES.value
 
 
@@ -53,6 +56,7 @@ class MoeRouting:
         choices: Assignment of each row, [M * k] int32: ``token * k + j`` for assignment j of a gathered token.
         rows: Row of each assignment, [M, k] int32, or -1 for a dropped assignment.
         ids: Expert ids of all ranks, [M, k] int32.
+        weights: Routing weights of all ranks, [M, k] fp32, or None if they are not gathered with the ids.
         group: The process group.
         world_size: Number of ranks W.
         tokens: Number of tokens per rank, M / W.
@@ -65,10 +69,10 @@ class MoeRouting:
     """
 
     def __init__(
-        self, group: "dist.ProcessGroup | Any", ids: torch.Tensor, tokens: int, num_experts: int, chunk_rows: int,
-        stages: int,
+        self, group: "dist.ProcessGroup | Any", ids: torch.Tensor, weights: torch.Tensor | None, tokens: int,
+        num_experts: int, chunk_rows: int, stages: int,
     ) -> None:
-        self.group, self.ids = group, ids
+        self.group, self.ids, self.weights = group, ids, weights
         self.tokens, self.num_experts = tokens, num_experts
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
@@ -78,9 +82,7 @@ class MoeRouting:
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
         self.sizes = self.world_size, tokens, num_experts, self.num_choices, chunk_rows, self.num_stages
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
-        self.splits, self.rows = new(num_experts), new(ids.shape)
-        # Rows past the rows of the last expert, one per dropped assignment, must have a valid index too. It is 0.
-        self.choices = torch.zeros_like(ids).view(-1)
+        self.splits, self.choices, self.rows = new(num_experts), new(ids.numel()), new(ids.shape)
         self._tilings: dict[int, Tiling] = {}
 
     @property
@@ -115,7 +117,7 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
 
 def route(
     operator: str, topk_ids: torch.Tensor, num_experts: int, group: "dist.ProcessGroup", chunk_rows: int,
-    tile_rows: int, stages: int,
+    tile_rows: int, stages: int, topk_weights: torch.Tensor | None = None,
 ) -> MoeRouting:
     """Compute the MoeRouting of the ids of all ranks. Collective.
 
@@ -127,35 +129,64 @@ def route(
         chunk_rows: Number of tokens per chunk.
         tile_rows: Height of tiles for which a Tiling is computed right away.
         stages: Number of overlap stages.
+        topk_weights: Routing weights [T, k] that are gathered with the ids, or None on all ranks.
 
     Raises:
         ValueError: On every rank, if an id is out of range (on a GPU at a later call or at ``synchronize``).
     """
-    if topk_ids.dtype == torch.int64:
-        topk_ids = topk_ids.clamp(-2, num_experts)  # keeps an invalid id invalid when it is converted to int32
-    ids = topk_ids.to(torch.int32).contiguous()
-    if group.size() > 1:
-        ids = all_gather(ids, group=group)
-    routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
-    workspace = get_workspace(group, ids.device, "moe_route", across_nodes=True)
+    (tokens, choices), ranks, device = topk_ids.shape, group.size(), topk_ids.device
+    workspace = get_workspace(group, device, "moe_route", across_nodes=True)
+    messages = _message(topk_ids, topk_weights, num_experts)
+    ids, weights = _parts(messages, topk_ids, topk_weights)
+    if ranks > 1:
+        messages = all_gather(messages, group=group)
+        ids = torch.empty(ranks * tokens, choices, dtype=torch.int32, device=device)
+        weights = None if weights is None else torch.empty_like(ids, dtype=torch.float32)
+    routing = MoeRouting(group, ids, weights, tokens, num_experts, chunk_rows, stages)
     workspace.expect_note(partial(_error_of_note, operator, num_experts))
+    copies = (ids, weights) if ranks > 1 else (None, None)
     launch_cached(
-        workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
-        lambda *of: _count(workspace, operator, num_experts, of), signature=pointer_signature,
+        workspace, (operator, ids.shape, weights is None, num_experts), (messages, *copies, routing.splits),
+        lambda *of: _count(workspace, routing, operator, of), signature=pointer_signature,
     )
     routing._tilings[tile_rows] = _tile(workspace, routing, tile_rows)
     return routing
 
 
-def _count(workspace, operator, num_experts, operands):
+def _message(topk_ids, topk_weights, num_experts):
+    """Return the ids of this rank and its routing weights, unless they are None, in one int32 tensor."""
+    workspace, num_ids = local_workspace_of(topk_ids.device), topk_ids.numel()
+    parts = topk_ids.contiguous(), None if topk_weights is None else topk_weights.detach().contiguous()
+    message = torch.empty(num_ids * (1 if topk_weights is None else 2), dtype=torch.int32, device=topk_ids.device)
+    launch_cached(
+        workspace, ("moe_route", num_ids, num_experts), (*parts, message),
+        lambda *of: _pack(workspace, num_ids, num_experts, of), signature=pointer_signature,
+    )
+    return message
+
+
+def _pack(workspace, num_ids, num_experts, operands):
+    """Return the Launch that writes a message."""
+    args, constants = (*operands, num_ids, num_experts), {"BLOCK": 1024}
+    grid = (cdiv(num_ids, 1024),)
+    return Launch(workspace, moe_pack_kernel, grid, args, constants, operands, [], [], checks_errors=False)
+
+
+def _parts(message, topk_ids, topk_weights):
+    """Return (ids, routing weights or None) of a message of one rank."""
+    ids = message[: topk_ids.numel()].view(topk_ids.shape)
+    return ids, None if topk_weights is None else message[topk_ids.numel() :].view(torch.float32).view(topk_ids.shape)
+
+
+def _count(workspace, routing, operator, operands):
     """Return the Launch that counts the rows of each expert."""
-    workspace.prepare(operator, {"num_experts": num_experts}, 256, 1)
-    ids, splits = operands
-    args = workspace.ctx, ids, splits, ids.numel(), num_experts, CALL_NUMBER
+    experts, num_ids = routing.num_experts, routing.ids.numel()
+    workspace.prepare(operator, {"num_experts": experts}, 256, 1)
+    args = workspace.ctx, *operands, num_ids, num_ids // routing.world_size, experts, CALL_NUMBER
     constants = {"BLOCK": 4096, "num_warps": 8}
     # No check for host errors: ``route`` has just done it.
     return Launch(
-        workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], checks_errors=False
+        workspace, moe_count_kernel, (experts,), args, constants, operands, [], [workspace.ctx], checks_errors=False
     )
 
 
@@ -168,7 +199,7 @@ def unrouted(
     """
     ids = torch.empty(world_size * tokens, choices, dtype=torch.int32, device=device)
     group = SimpleNamespace(size=lambda: world_size)
-    routing = MoeRouting(group, ids, tokens, num_experts, config.chunk_rows, max(config.stages, 1))
+    routing = MoeRouting(group, ids, None, tokens, num_experts, config.chunk_rows, max(config.stages, 1))
     table, begins = (torch.empty(size, dtype=torch.int32, device=device) for size in ((1, TILE_WORDS.value), 2))
     routing._tilings[config.tiles.block_m] = Tiling(table, begins, 1)
     return routing
@@ -199,7 +230,9 @@ def _place(workspace, routing, tile_rows, operands):
         workspace.ctx, *operands, experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows,
         routing.num_stages,
     )
-    constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
+    to_scan = routing.world_size * routing.num_chunks * routing.chunk_rows * routing.num_choices
+    block, warps = _SMALL_BLOCK if to_scan <= _SMALL_BLOCK[0] else _LARGE_BLOCK
+    constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": block, "BLOCK_TILES": 64, "num_warps": warps}
     # No check for host errors in the middle of an operator: the error could be of this routing's own count.
     return Launch(
         workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], checks_errors=False

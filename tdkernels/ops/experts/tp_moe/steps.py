@@ -114,12 +114,17 @@ def config_of_gradient(
 
 def routing_of(
     operator: str, topk_ids: torch.Tensor, w: torch.Tensor, group: "dist.ProcessGroup", config: Any,
+    topk_weights: torch.Tensor | None = None,
 ) -> "MoeRouting":
-    """Return the MoeRouting of this rank's ids for experts w, with the chunks and stages of a MoeTpConfig or None."""
+    """Return the MoeRouting of this rank's ids for experts w, with the chunks and stages of a MoeTpConfig or None.
+
+    It includes the routing weights of all ranks if those of this rank are given.
+    """
     tokens, choices = topk_ids.shape
     config = _complete(config, group.size() * tokens, choices, w)
     stages = config.stages or best_stages(group.size(), tokens, choices, *w.shape, w.dtype, w.device)
-    return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, config.tiles.block_m, stages)
+    tile_rows = config.tiles.block_m
+    return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, tile_rows, stages, topk_weights)
 
 
 def first_fields(
@@ -241,6 +246,8 @@ def second_forward(
 
 def weights_of_ranks(topk_weights: torch.Tensor, routing: "MoeRouting") -> torch.Tensor:
     """Return the routing weights [M, k] of all ranks in fp32."""
+    if routing.weights is not None:
+        return routing.weights
     weights = topk_weights.float().contiguous()
     return all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
 

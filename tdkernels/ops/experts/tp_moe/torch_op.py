@@ -1,7 +1,7 @@
 """torch.library operators of tp_moe for torch.compile: one for the forward and one for the backward.
 
 A MoeRouting is not a tensor, so it cannot be passed from the forward to the backward. The backward computes it again,
-with an all-gather of the ids and three small launches. It must get the same rows, so compiled calls of one shape keep
+with an all-gather of the ids and four small launches. It must get the same rows, so compiled calls of one shape keep
 the config of the first call. The configs of the gradients are selected in the backward, as in eager mode.
 """
 
@@ -53,13 +53,11 @@ def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, grou
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config, is_batch_invariant())
     if not x.shape[0]:
         return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
-    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first, topk_weights)
     h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep)
     y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
     if not keep:
         return y, *(y.new_empty(0) for _ in range(3))
-    # torch.library does not allow an output that aliases an input or another output.
-    weights = weights.clone() if weights.data_ptr() == topk_weights.data_ptr() else weights
     return y, h, y.new_empty(0) if pre is None else pre, weights
 
 
