@@ -55,7 +55,10 @@ def _tensor_scale(x, dtype):
     return largest / torch.full_like(largest, torch.finfo(dtype).max)
 
 
-def _quantize(x, scaling, dtype, weight, transpose):
+def quantize_matrix(
+    x: torch.Tensor, scaling: str, dtype: torch.dtype, weight: bool = False, transpose: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``quantize_fp8`` of a valid matrix [rows, K]. It does not check its arguments, and cannot be traced."""
     rows, k = x.shape[::-1] if transpose else x.shape
     if not x.numel():
         scale = x.new_zeros(launch.scale_shape(rows, k, scaling, weight), dtype=torch.float32)
@@ -85,7 +88,7 @@ def _fake_quantize_by_scale(x, scale, dtype, transpose):
 
 torch_op.register(
     "quantize_fp8(Tensor x, str scaling, ScalarType dtype, bool weight, bool transpose) -> (Tensor, Tensor)",
-    _quantize,
+    quantize_matrix,
     _fake_quantize,
 )
 torch_op.register(

@@ -28,7 +28,7 @@ from tdkernels.ops.common.validation import check_floats, check_tensor, shape_of
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.experts.grouped_gemm.validation import check_expert_shapes
-from tdkernels.ops.quantize.op import dequantize_rows, quantize_fp8
+from tdkernels.ops.quantize.op import dequantize_rows, quantize_matrix
 
 
 def check_fast_accum(operator: str, use_fast_accum: Any, scales: tuple[Any, Any] | None) -> None:
@@ -108,7 +108,7 @@ def quantized(
     form = FNUZ[0] if w.dtype in FNUZ else FP8[0]
     if scales is not None and kind == "block" and rows.dtype == form:  # gfx942 multiplies other formats
         return rows, scales
-    return quantize_fp8(rows if scales is None else dequantize_rows(rows, scales, dtype), kind, dtype=form)
+    return quantize_matrix(rows if scales is None else dequantize_rows(rows, scales, dtype), kind, form)
 
 
 def fp8_product(

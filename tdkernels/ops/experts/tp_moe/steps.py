@@ -177,7 +177,7 @@ def _all_rows(x, routing):
 
 def rows_of_tokens(full: torch.Tensor, routing: "MoeRouting") -> torch.Tensor:
     """Return the entry of ``full`` [M, ·], a tensor with the tokens of all ranks, for every row: [R, ·]."""
-    return full[torch.div(routing.choices, routing.num_choices, rounding_mode="floor")]
+    return full.index_select(0, torch.div(routing.choices, routing.num_choices, rounding_mode="floor"))
 
 
 def sums_of_rows(rows: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None) -> torch.Tensor:
