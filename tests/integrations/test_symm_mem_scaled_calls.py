@@ -99,6 +99,15 @@ def test_explanation():
     assert scattered.startswith("      1 x gemm_rs 4x16x64 float8_e4m3fn scaled on 2 x ") and ": fused (" in scattered
 
 
+def _torch_multiplies_row_wise(A, B):
+    """Return whether torch multiplies with row-wise scales on this device. torch 2.11 does not on a CPU."""
+    try:
+        torch._scaled_mm(A, B, A.new_ones(len(A), 1, dtype=FP32), B.new_ones(1, B.shape[1], dtype=FP32), out_dtype=BF16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def runs_the_faster_kernel():
     """With times that favour torch's kernel all ranks run it. Times are taken once for each kind of call."""
     A, (B, b), one = codes(16, 32, seed=1), weight_and_scale(32, 16, False, 2), torch.ones(1, device=device())
@@ -125,11 +134,14 @@ def runs_the_faster_kernel():
         assert len(timed) == 6
         for options in ({"fast": [True]}, {"out_dtypes": [FP32]}):
             gather(A, [B], one, [b], **options)
-        gather(A, [B], torch.ones(16, 1, device=device()), [b.expand(1, 16).contiguous()])
-        assert len(timed) == 24, "each of these has its own times"
+        kinds = 4
+        if _torch_multiplies_row_wise(A, B):
+            gather(A, [B], torch.ones(16, 1, device=device()), [b.expand(1, 16).contiguous()])
+            kinds = 5
+        assert len(timed) == 6 * (kinds - 1), "each of these has its own times; the first kind was called twice"
         scatter(A, B, one, b)
         counts = symm_mem.counts()
-        assert counts[GATHER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": 5}}
+        assert counts[GATHER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": kinds}}
         assert counts[SCATTER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": 1}}
 
 
