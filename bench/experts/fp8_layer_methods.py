@@ -1,13 +1,14 @@
 """Methods of the benchmark of layers of experts with weights in fp8.
 
-    sequence    the unfused baseline in bf16: NCCL, torch._grouped_mm and permutes
-    bf16        the operator with weights in bf16
-    block       with weights in fp8 and a scale for each 128 x 128 elements
-    row         with weights in fp8 and a scale for each output channel
-    row, fast   with fast accumulation, too
-    ..., sent   ep_moe only: tokens are also sent in fp8
+    sequence            the unfused baseline in bf16: NCCL, torch._grouped_mm and permutes
+    bf16                the operator with weights in bf16
+    block               with weights in fp8 and a scale for each 128 x 128 elements
+    row                 with weights in fp8 and a scale for each output channel
+    row, fast           with fast accumulation, too
+    ..., specialized    tp_moe only: with the warp-specialized kernels, if they support the call
+    ..., sent           ep_moe only: tokens are also sent in fp8
 
-ep_moe has a capacity, so the host does not wait. Configs are the defaults.
+ep_moe has a capacity, so the host does not wait. Other configs are the defaults.
 """
 
 import functools
@@ -21,7 +22,7 @@ from bench.experts.tp_moe_methods import sequences
 from tdkernels.launch import rank_device
 from tdkernels.runtime import gpu
 
-SEQUENCE, BF16, SENT = "sequence", "bf16", ", sent"
+SEQUENCE, BF16, SENT, SPECIALIZED = "sequence", "bf16", ", sent", ", specialized"
 SCALINGS = ("block", "row")
 # Kinds of fp8 weights: scaling and further options of the operator.
 KINDS = {"block": ("block", {}), "row": ("row", {}), "row, fast": ("row", {"use_fast_accum": True})}
@@ -76,7 +77,8 @@ def _tp_moe(case, sets):
     def layer(s, *weights, **options):
         return tdkernels.tp_moe(s.x, s.ids, s.weights, *weights, **options)
 
-    return layer, {"": {}}, lambda *gemm: sequences(add_up, *gemm)["forward"].call
+    options = {"": {}, SPECIALIZED: {"config": tdkernels.MoeTpConfig(warp_specialize=True)}}
+    return layer, options, lambda *gemm: sequences(add_up, *gemm)["forward"].call
 
 
 def _ep_moe(case, sets):
