@@ -19,7 +19,7 @@ from tdkernels.ops.dense.gemm_ar import launch_specialized as launch_gemm_ar
 from tdkernels.ops.dense.gemm_rs import launch_specialized as launch_gemm_rs
 from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
 from tdkernels.rounding import round_up
-from tests.chaos import campaign, problems, specialized
+from tests.chaos import campaign, problems, specialized, specialized_problems
 from tests.chaos import plan as chaos_plan
 from tests.chaos.__main__ import parse
 from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
@@ -166,7 +166,7 @@ def play_specialized(plan, function):
 
 def play_specialized_with_stale_data(plan):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problems.Specialized, "_check_kernels", lambda problem: None)
+        patch.setattr(specialized_problems.Specialized, "_check_kernels", lambda problem: None)
         return play_specialized(plan, play_with_stale_data)
 
 
