@@ -110,7 +110,8 @@ def test_every_pass_of_tp_moe_is_checked_and_timed():
 
 
 def measure_ep():
-    return ep_moe.measure(ep_case(backward=True), PLAN)
+    # With 3 tokens the errors of a gradient differ from those of plain torch by more than a factor of 2 by chance.
+    return ep_moe.measure(ep_case(tokens=16, backward=True), PLAN)
 
 
 def test_both_kernels_are_measured_in_solo_mode():
