@@ -33,7 +33,7 @@ $(OLDEST): pyproject.toml | $(READY)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest test-integrations test-gpu test-one-gpu fuzz chaos \
+.PHONY: help demo test test-oldest test-oldest-torch test-newest test-integrations test-gpu test-one-gpu fuzz chaos \
 	lint docs docs-serve bench clean
 
 help:  ## list the targets
@@ -71,6 +71,14 @@ test-newest:  ## the test suite with the newest versions that pip finds, instead
 	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[dev,bench]'
 	$(NEWEST)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 	$(MAKE) test VENV= PYTHON=$(NEWEST)/bin/python
+
+OLDEST_TORCH ?= .venv-oldest
+test-oldest-torch:  ## the test suite with the oldest supported torch, and the triton that it was built for
+	[ -x $(OLDEST_TORCH)/bin/python ] || $(PYTHON) -m venv $(OLDEST_TORCH)
+	$(OLDEST_TORCH)/bin/python -m pip install -e '.[dev,bench]' \
+		"torch==$$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)" \
+		"triton==$$(sed -n 's/.*"triton>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
+	$(MAKE) test VENV= PYTHON=$(OLDEST_TORCH)/bin/python
 
 test-integrations: $(READY)  ## the tests with transformers, torchtitan and megatron-core, which it installs
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,integrations]'
@@ -114,5 +122,5 @@ bench: $(READY)  ## the benchmarks
 	$(PY) -m tdkernels bench
 
 clean:  ## remove what the other targets made, the environments included
-	rm -rf .venv .venv-newest build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
