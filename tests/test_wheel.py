@@ -45,8 +45,14 @@ def environment(wheel, tmp_path_factory):
     (packages,) = folder.glob("lib/python*/site-packages")
     # Only the path: *.pth files there, such as that of an editable tdkernels, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
+    pip = sys.executable, "-m", "pip", "--python", folder / "bin" / "python"
+    # With PYTHONPATH pip would find the metadata of the sources, and regard the wheel as installed.
+    run(*pip, "install", "--no-deps", "--no-index", wheel, env=_without_path())
     return folder / "bin"
+
+
+def _without_path():
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @pytest.mark.slow
@@ -69,7 +75,7 @@ def test_metadata(wheel):
 
 @pytest.mark.slow
 def test_quick_start_with_the_installed_wheel(environment, tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
+    env = _without_path() | {"CUDA_VISIBLE_DEVICES": ""}
     where = run(environment / "python", "-c", "import tdkernels; print(tdkernels.__file__)", cwd=tmp_path, env=env)
     assert Path(where.strip()).is_relative_to(environment.parent)
     program = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
