@@ -137,11 +137,12 @@ def route(
     (tokens, choices), ranks, device = topk_ids.shape, group.size(), topk_ids.device
     workspace = get_workspace(group, device, "moe_route", across_nodes=True)
     messages = _message(topk_ids, topk_weights, num_experts)
-    ids, weights = _parts(messages, topk_ids, topk_weights)
     if ranks > 1:
         messages = all_gather(messages, group=group)
         ids = torch.empty(ranks * tokens, choices, dtype=torch.int32, device=device)
-        weights = None if weights is None else torch.empty_like(ids, dtype=torch.float32)
+        weights = None if topk_weights is None else torch.empty_like(ids, dtype=torch.float32)
+    else:
+        ids, weights = _parts(messages, topk_ids, topk_weights)
     routing = MoeRouting(group, ids, weights, tokens, num_experts, chunk_rows, stages)
     workspace.expect_note(partial(_error_of_note, operator, num_experts))
     copies = (ids, weights) if ranks > 1 else (None, None)
