@@ -3,7 +3,7 @@
 import torch
 
 import tdkernels
-from tests.chaos.base import FP32, NamedResults, Problem, assert_near
+from tests.chaos.base import FP32, ExactCase, NamedResults, assert_near
 from tests.ops.attention.ag_attention import cases as attention
 from tests.ops.attention.ag_attention.oracle import Sharded
 from tests.ops.attention.flash_decode import cases as decoding
@@ -61,7 +61,7 @@ class Attention(NamedResults):
         return {name: self.case.part(whole) for name, whole in self.case.expected(torch.double).items()}
 
 
-class Ulysses(Problem):
+class Ulysses(ExactCase):
     SHAPES = [(5, 7, 3), (6, 7, 3), (9, 8, 4), (20, 12, 9)]  # positions, k, n
 
     def __init__(self, operator, changes, shape, seed, group):
@@ -70,15 +70,6 @@ class Ulysses(Problem):
         self.options = {"config": sequence_parallel.CONFIGS[changes]}
         self.group, self.results = group, {}
 
-    def steps(self, backward):
+    def _call(self):
         self.case.group = self.group
-        output = self.case.call(**self.options)
-        self.results = {"output": output.detach()}
-        yield
-        if backward:
-            output.backward(self.case.dy)
-            self.results |= self.case.gradients()
-            yield
-
-    def check(self):
-        self.case.check(self.results)
+        return self.case.call(**self.options)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tests.chaos.base import EXACT_DTYPES, FP32, NamedResults, Problem
+from tests.chaos.base import EXACT_DTYPES, FP32, ExactCase, NamedResults, Problem
 from tests.ops.collectives import cases as collective
 from tests.ops.collectives.norm_oracle import NormCase, normalized
 from tests.ops.collectives.norm_oracle import config_of as norm_config_of
@@ -16,7 +16,7 @@ from tests.support.dense_oracle import Case
 from tests.support.ranks import device
 
 
-class Dense(Problem):
+class Dense(ExactCase):
     SHAPES = [(5, 3, 7), (6, 3, 7), (9, 4, 6), (70, 6, 5)]  # rows, n, k per rank; the last has several tiles
 
     def __init__(self, operator, changes, shape, seed, group):
@@ -25,17 +25,8 @@ class Dense(Problem):
         self.options = {"config": config_for(self.case, **changes)}
         self.group, self.results = group, {}
 
-    def steps(self, backward):
-        output = self.case.call(group=self.group, **self.options)
-        self.results = {"output": output.detach()}
-        yield
-        if backward:
-            output.backward(self.case.dy)
-            self.results |= self.case.gradients()
-            yield
-
-    def check(self):
-        self.case.check(self.results)
+    def _call(self):
+        return self.case.call(group=self.group, **self.options)
 
 
 class Collective(Problem):

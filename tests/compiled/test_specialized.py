@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton
 
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import compile_gemm
@@ -24,7 +25,8 @@ from tests.support.simulated_nodes import thorough
 pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
-SUMS_STACK = 256  # of moe_gemm_rs. Triton 3.6 needs up to 120 bytes, 3.8 up to 224; they are used once per work item.
+# Bytes that moe_gemm_rs may spill, of values that are needed once per work item. Triton 3.8 spills up to 224.
+SUMS_STACK = 256 if triton.__version__.startswith("3.8") else 128
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):

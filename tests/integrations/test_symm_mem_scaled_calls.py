@@ -134,14 +134,14 @@ def runs_the_faster_kernel():
         assert len(timed) == 6
         for options in ({"fast": [True]}, {"out_dtypes": [FP32]}):
             gather(A, [B], one, [b], **options)
-        kinds = 4
+        calls = 4
         if _torch_multiplies_row_wise(A, B):
             gather(A, [B], torch.ones(16, 1, device=device()), [b.expand(1, 16).contiguous()])
-            kinds = 5
-        assert len(timed) == 6 * (kinds - 1), "each of these has its own times; the first kind was called twice"
+            calls = 5
+        assert len(timed) == 6 * (calls - 1), "each of these has its own times; the first two calls share theirs"
         scatter(A, B, one, b)
         counts = symm_mem.counts()
-        assert counts[GATHER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": kinds}}
+        assert counts[GATHER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": calls}}
         assert counts[SCATTER] == {"tdkernels": 0, "torch": {"torch's kernel is faster": 1}}
 
 
