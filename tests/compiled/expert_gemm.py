@@ -18,6 +18,7 @@ from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
+from tdkernels.ops.experts.tp_moe import launch_dots as tp_moe_launch_dots
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
 from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
@@ -91,7 +92,7 @@ def compile_scaled(arch, dtype, kind, activation=None, **options):
 
 # Launches of tp_moe and its backward: the routing and the grouped GEMMs. Launches of the same kernel differ in its
 # compile-time options: transposed weight, SwiGLU, top-k weights.
-TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order"]
+TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "dots"]
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
 
@@ -108,13 +109,14 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
-        route_launches, row_launches, sum_launches = (
+        route_launches, dots_launches, row_launches, sum_launches = (
             stack.enter_context(recorded_launches(module))
-            for module in (moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
+            for module in (moe_routing, tp_moe_launch_dots, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
         for of_rank in (None, weights[:tokens].to(dtype)):
             routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3, of_rank)
+        tp_moe_launch_dots.sums_of_dots(torch.zeros(3, weights.numel()), routing.rows)
         rows = functools.partial(tp_moe_launch_ag_gemm.launch, routing=routing, config=config)
         rows(x, gate_up)
         h = rows(x, gate_up, activation="swiglu", keep=True).y
@@ -124,7 +126,7 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
     names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS
     # Both routings place and order the rows in the same way.
-    route_launches = route_launches[:2] + route_launches[-4:]
+    route_launches = route_launches[:2] + route_launches[-4:] + dots_launches
     return dict(zip(names, route_launches + row_launches + sum_launches, strict=True))
 
 

@@ -79,38 +79,45 @@ def moe_pack_kernel(ids_ptr, weights_ptr, message_ptr, num_ids, num_experts, BLO
         tl.store(message_ptr + num_ids + offs, weights.to(tl.int32, bitcast=True), mask=there)
 
 
-@td.jit(do_not_specialize=["num_ids", "of_rank", "num_experts", "call"])
+@td.jit(do_not_specialize=["of_rank", "num_experts", "call"])
 def moe_count_kernel(
-    ctx, messages_ptr, ids_ptr, weights_ptr, splits_ptr, num_ids, of_rank, num_experts, call, BLOCK: tl.constexpr,
+    ctx, messages_ptr, ids_ptr, weights_ptr, splits_ptr, of_rank, num_experts, call, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Count the assignments splits[e] of each expert, one program per expert. Report ids that are out of range.
 
     An id of -1 is valid. The programs also copy the parts of the messages, if pointers for them are given.
 
     messages_ptr: the messages of all ranks, see ``moe_pack_kernel``
-    ids_ptr, weights_ptr: int32 and fp32 [num_ids], or None
+    ids_ptr, weights_ptr: int32 and fp32 [assignments of all ranks], or None
     of_rank: number of assignments of a rank
+    RANKS, BLOCK: ranks whose ids are read at a time, and ids of each
     """
-    expert = tl.program_id(0)
-    count = tl.full((BLOCK,), 0, tl.int32)
-    bad = tl.full((BLOCK,), 0, tl.int32)
-    for first in range(0, num_ids, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        at = messages_ptr + offs
-        if weights_ptr is not None:
-            at += offs // of_rank * of_rank  # the routing weights of the ranks before
-        ids = tl.load(at, mask=offs < num_ids, other=-1)
-        count += (ids == expert).to(tl.int32)
-        bad += ((ids < -1) | (ids >= num_experts)).to(tl.int32)
-        if ids_ptr is not None:
-            copies = (offs < num_ids) & (first // BLOCK % num_experts == expert)
-            tl.store(ids_ptr + offs, ids, mask=copies)
-            if weights_ptr is not None:
-                weights = tl.load(at + of_rank, mask=copies, other=0)
-                tl.store(weights_ptr + offs, weights.to(tl.float32, bitcast=True), mask=copies)
-    tl.store(splits_ptr + expert, td.sum_of(count, 0))
+    expert, ranks = tl.program_id(0), td.num_ranks(ctx)
+    words = of_rank if weights_ptr is None else 2 * of_rank  # of a message
+    count = tl.full((RANKS, BLOCK), 0, tl.int32)
+    bad = tl.full((RANKS, BLOCK), 0, tl.int32)
+    copier = 0  # the expert whose program copies the next block
+    for first_rank in range(0, ranks, RANKS):
+        sources = first_rank + tl.arange(0, RANKS)
+        for first in range(0, of_rank, BLOCK):
+            within = first + tl.arange(0, BLOCK)
+            there = (sources < ranks)[:, None] & (within < of_rank)[None, :]
+            at = messages_ptr + (sources * words)[:, None] + within[None, :]
+            ids = tl.load(at, mask=there, other=-1)
+            count += (ids == expert).to(tl.int32)
+            bad += ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+            if ids_ptr is not None:
+                if copier == expert:
+                    offs = (sources * of_rank)[:, None] + within[None, :]
+                    tl.store(ids_ptr + offs, ids, mask=there)
+                    if weights_ptr is not None:
+                        weights = tl.load(at + of_rank, mask=there, other=0)
+                        tl.store(weights_ptr + offs, weights.to(tl.float32, bitcast=True), mask=there)
+            copier = tl.where(copier + 1 == num_experts, 0, copier + 1)
+    tl.store(splits_ptr + expert, td.sum_of(td.sum_of(count, 1), 0))
     if expert == 0:
-        wrong = td.sum_of(bad, 0)
+        wrong = td.sum_of(td.sum_of(bad, 1), 0)
         td.report_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong, call)
 
 
@@ -118,12 +125,16 @@ def moe_count_kernel(
 def moe_place_kernel(
     ctx, ids_ptr, splits_ptr, choices_ptr, rows_ptr, stages_ptr,
     num_experts, choices, chunk_rows, M_shard, tile_rows, stages,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    EXPERTS: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):
     """Compute the assignment of each row, the row of each assignment (or -1), and the stage of each tile.
 
     Rows past the last one of the last expert, one per dropped assignment, get assignment 0. Tiles are in the order of
     their experts. There is one program per expert; one more handles the assignments without an expert.
+
+    ALIGNED: whether the number of assignments of a rank is a multiple of 4
+    PIECES, PIECE: pieces of chunks that are scanned at a time, and assignments of each. With ALIGNED a warp scans a
+        piece of 128 on its own, so that only the sums of pieces are exchanged between warps.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     expert = tl.program_id(0)
@@ -132,27 +143,34 @@ def moe_place_kernel(
     before = experts < expert
     begin = td.sum_of(tl.where(before, counts, 0), 0)
     end = begin + td.sum_of(tl.where(experts == expert, counts, 0), 0)
-    shard_choices, chunk_choices = M_shard * choices, chunk_rows * choices
+    shard_choices, chunk_choices = M_shard * choices, chunk_rows // 16 * 16 * choices
+    if ALIGNED:
+        shard_choices = shard_choices // 4 * 4  # so that the compiler knows it, and a thread loads four ids at once
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
-    row, num_offs = begin, ranks * num_chunks * chunk_choices
-    for start in range(0, num_offs, BLOCK):  # in order of turns
-        offs = start + tl.arange(0, BLOCK)
-        source, chunk = chunk_at_turn(offs // chunk_choices, me, ranks, num_chunks)
-        within = chunk * chunk_choices + offs % chunk_choices
-        choice = source * shard_choices + within
-        there = (offs < num_offs) & (within < shard_choices)  # the last chunk of a rank may have fewer assignments
+    row = begin
+    pieces = (chunk_choices + PIECE - 1) // PIECE  # of a chunk
+    for first in range(0, ranks * num_chunks * pieces, PIECES):  # in order of turns
+        piece = first + tl.arange(0, PIECES)
+        turn, offs = piece // pieces, (piece % pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+        source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
+        within = (chunk * chunk_choices)[:, None] + offs
+        # The last chunk of a rank may have fewer assignments.
+        there = (turn < ranks * num_chunks)[:, None] & (offs < chunk_choices) & (within < shard_choices)
+        choice = (source * shard_choices)[:, None] + within
         ids = tl.load(ids_ptr + choice, mask=there, other=-1)
         if expert == num_experts:
             tl.store(rows_ptr + choice, -1, mask=there & ((ids < 0) | (ids >= num_experts)))
         else:
-            mine = (ids == expert) & there
-            at = row + td.running_sum(mine.to(tl.int32), 0) - 1
-            tl.store(choices_ptr + at, choice, mask=mine)
-            tl.store(rows_ptr + choice, at, mask=mine)
-            row += td.sum_of(mine.to(tl.int32), 0)
+            mine = (there & (ids == expert)).to(tl.int32)
+            of_piece = td.sum_of(mine, 1)
+            first_row = row + td.running_sum(of_piece, 0) - of_piece
+            at = first_row[:, None] + td.running_sum(mine, 1) - 1
+            tl.store(choices_ptr + at, choice, mask=mine > 0)
+            tl.store(rows_ptr + choice, at, mask=mine > 0)
+            row += td.sum_of(of_piece, 0)
     if expert == num_experts:
-        for start in range(begin, ranks * shard_choices, BLOCK):
-            unused = start + tl.arange(0, BLOCK)
+        for start in range(begin, ranks * shard_choices, PIECE):
+            unused = start + tl.arange(0, PIECE)
             tl.store(choices_ptr + unused, 0, mask=unused < ranks * shard_choices)
     tl.debug_barrier()  # the loop below reads values that other threads have stored
     tiles = (counts + tile_rows - 1) // tile_rows

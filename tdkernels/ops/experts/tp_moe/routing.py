@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
-# Assignments that a program of moe_place_kernel scans at a time, and its warps.
-_SMALL_BLOCK, _LARGE_BLOCK = (1024, 4), (4096, 16)
+_MOST_IDS = 4096  # that a program of moe_count_kernel reads at a time
 _MAX_STAGES = MAX_STAGES.value
 
 
@@ -94,6 +93,8 @@ class MoeRouting:
     def slots(self) -> torch.Tensor:
         """Index of each row's token in a buffer of gathered tokens, [M * k] int32, with ``slot_rows`` rows per rank."""
         tokens = torch.div(self.choices, self.num_choices, rounding_mode="floor")
+        if self.slot_rows == self.tokens:
+            return tokens
         source = torch.div(tokens, self.tokens, rounding_mode="floor")
         return tokens + source * (self.slot_rows - self.tokens)
 
@@ -183,8 +184,10 @@ def _count(workspace, routing, operator, operands):
     """Return the Launch that counts the rows of each expert."""
     experts, num_ids = routing.num_experts, routing.ids.numel()
     workspace.prepare(operator, {"num_experts": experts}, 256, 1)
-    args = workspace.ctx, *operands, num_ids, num_ids // routing.world_size, experts, CALL_NUMBER
-    constants = {"BLOCK": 4096, "num_warps": 8}
+    ranks, of_rank = routing.world_size, num_ids // routing.world_size
+    args = workspace.ctx, *operands, of_rank, experts, CALL_NUMBER
+    block = min(next_power_of_2(max(of_rank, 1)), _MOST_IDS)
+    constants = {"RANKS": min(next_power_of_2(ranks), _MOST_IDS // block), "BLOCK": block, "num_warps": 8}
     # No check for host errors: ``route`` has just done it.
     return Launch(
         workspace, moe_count_kernel, (experts,), args, constants, operands, [], [workspace.ctx], checks_errors=False
@@ -231,9 +234,10 @@ def _place(workspace, routing, tile_rows, operands):
         workspace.ctx, *operands, experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows,
         routing.num_stages,
     )
-    to_scan = routing.world_size * routing.num_chunks * routing.chunk_rows * routing.num_choices
-    block, warps = _SMALL_BLOCK if to_scan <= _SMALL_BLOCK[0] else _LARGE_BLOCK
-    constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": block, "BLOCK_TILES": 64, "num_warps": warps}
+    constants = {
+        "EXPERTS": next_power_of_2(experts), "ALIGNED": routing.tokens * routing.num_choices % 4 == 0, "PIECES": 32,
+        "PIECE": 128, "BLOCK_TILES": 64, "num_warps": 16,
+    }
     # No check for host errors in the middle of an operator: the error could be of this routing's own count.
     return Launch(
         workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], checks_errors=False

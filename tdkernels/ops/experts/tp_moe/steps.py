@@ -21,6 +21,7 @@ from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, swiglu_ref, we
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.launch_dots import sums_of_dots
 from tdkernels.ops.experts.tp_moe.routing import route
 from tdkernels.ops.experts.tp_moe.stages import best_stages
 from tdkernels.symm.group import group_state
@@ -286,7 +287,7 @@ def down_backward(
     if need_dw:
         dw = weight_gradient(of_rows.rows, of_rows.weighted, routing.splits, w.shape[0])
     if need_dweights:
-        dweights = _summed_over_ranks(of_rows.dots.sum(0), routing, _is_torch(config))
+        dweights = _summed_over_ranks(of_rows.dots, routing, _is_torch(config))
     return of_rows.dh, dw, dweights
 
 
@@ -336,7 +337,7 @@ def _gathered_rows(gather, x, routing):
 
 def _summed_over_ranks(dots, routing, use_torch):
     """Reduce-scatter the contributions of each row, and return the gradients [M / W, k] of this rank's weights."""
-    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
+    choices = sums_of_dots(dots, routing.rows)
     if use_torch:
         return reduce_scatter_rows(choices, routing.group)
     return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
