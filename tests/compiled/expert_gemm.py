@@ -92,7 +92,7 @@ def compile_scaled(arch, dtype, kind, activation=None, **options):
 
 # Launches of tp_moe and its backward: the routing and the grouped GEMMs. Launches of the same kernel differ in its
 # compile-time options: transposed weight, SwiGLU, top-k weights.
-TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "dots"]
+TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "scales", "dots"]
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
 
@@ -114,8 +114,8 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
             for module in (moe_routing, tp_moe_launch_dots, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
-        for of_rank in (None, weights[:tokens].to(dtype)):
-            routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3, of_rank)
+        for parts in (), (weights[:tokens].to(dtype), torch.ones(tokens, 3)):
+            routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3, *parts)
         tp_moe_launch_dots.sums_of_dots(torch.zeros(3, weights.numel()), routing.rows)
         rows = functools.partial(tp_moe_launch_ag_gemm.launch, routing=routing, config=config)
         rows(x, gate_up)
@@ -126,7 +126,7 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
     names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS
     # Both routings place and order the rows in the same way.
-    route_launches = route_launches[:2] + route_launches[-4:] + dots_launches
+    route_launches = route_launches[:2] + route_launches[-5:] + dots_launches
     return dict(zip(names, route_launches + row_launches + sum_launches, strict=True))
 
 

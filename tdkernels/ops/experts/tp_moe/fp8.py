@@ -1,11 +1,11 @@
 """tp_moe with fp8 weights, for inference: configs and the two stages.
 
     method     gate-up stage                                       down stage
-    "fused"    all-gather of the scales, ``moe_ag_gemm_kernel``    ``moe_gemm_rs_kernel``
+    "fused"    ``moe_ag_gemm_kernel``                              ``moe_gemm_rs_kernel``
     "torch"    all-gather of codes and scales, group_gemm          group_gemm, sums by token, reduce-scatter
 
 x and the input of the down stage are quantized in blocks of 1 x 128, or by row, as the scale of the weight needs. The
-scales of x take at most 1/32 of the bytes of its codes; they are gathered before the codes are pushed.
+scales of x take at most 1/32 of the bytes of its codes. They are gathered with the ids, before the codes are pushed.
 """
 
 from dataclasses import replace
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant, reject_max_ranks
-from tdkernels.ops.collectives.op import all_gather
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.scaling import BLOCK, Scales, layout_of
@@ -28,6 +27,7 @@ from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config, inv
 from tdkernels.ops.experts.tp_moe.steps import (
     Configs,
     first_fields,
+    routing_of,
     rows_of_tokens,
     sums_of_rows,
     weights_of_ranks,
@@ -86,22 +86,24 @@ def _can_specialize(tiles, w, activation, layout):
 
 
 def gate_up_stage(
-    x: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor, use_fast_accum: bool, routing: "MoeRouting",
-    activation: str | None, config: MoeTpConfig,
-) -> torch.Tensor:
-    """Quantize and gather the tokens x, and return the gate-up product h [R, ·] of their rows in the dtype of x."""
-    kind = scale_kind(w, scale_w)
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor,
+    use_fast_accum: bool, activation: str | None, group: "dist.ProcessGroup", config: MoeTpConfig,
+) -> tuple[torch.Tensor, "MoeRouting"]:
+    """Quantize and gather the tokens x. Return the gate-up product h [R, ·] of their rows in the dtype of x, and the
+    routing."""
+    kind, is_torch = scale_kind(w, scale_w), config.method == "torch"
     codes, scale_x = quantized(x, w, kind)
-    if config.method == "torch":
-        full = all_gather_rows(codes.view(torch.uint8), routing.group)  # NCCL of older versions has no fp8 types
-        rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, routing.group)))
+    routing = routing_of("tp_moe", topk_ids, w, group, config, topk_weights, None if is_torch else scale_x)
+    if is_torch:
+        full = all_gather_rows(codes.view(torch.uint8), group)  # NCCL of older versions has no fp8 types
+        rows, scale_x = (rows_of_tokens(one, routing) for one in (full, all_gather_rows(scale_x, group)))
         return group_gemm(
             rows.view(codes.dtype), w, routing.splits, activation=activation, scale_x=scale_x, scale_w=scale_w,
             out_dtype=x.dtype, use_fast_accum=use_fast_accum,
-        )
-    full = all_gather(scale_x, group=routing.group) if routing.world_size > 1 else scale_x
-    scales = Scales(rows_of_tokens(full, routing), scale_w.contiguous(), kind, x.dtype, use_fast_accum)
-    return launch_ag_gemm.launch(codes, w, routing, config, activation, scales=scales).y
+        ), routing
+    assert routing.scales is not None
+    scales = Scales(routing.scales, scale_w.contiguous(), kind, x.dtype, use_fast_accum)
+    return launch_ag_gemm.launch(codes, w, routing, config, activation, scales=scales).y, routing
 
 
 def down_stage(

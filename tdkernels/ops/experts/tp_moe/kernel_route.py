@@ -64,11 +64,15 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
     return stage_of_turn(tl.where(step == 0, 0, num_chunks + past), stages, ranks, num_chunks)
 
 
-@td.jit(do_not_specialize=["num_ids", "num_experts"])
-def moe_pack_kernel(ids_ptr, weights_ptr, message_ptr, num_ids, num_experts, BLOCK: tl.constexpr):
-    """Write the ids of this rank's assignments to a message, int32, and their routing weights in fp32 after them.
+@td.jit(do_not_specialize=["num_ids", "num_scales", "num_experts"])
+def moe_pack_kernel(
+    ids_ptr, weights_ptr, scale_ptr, message_ptr, num_ids, num_scales, num_experts, BLOCK: tl.constexpr,
+):
+    """Write the ids of this rank's assignments to a message, int32, and after them their routing weights and the scales
+    of its tokens, in fp32.
 
-    Ids that are out of range remain so. weights_ptr: None for a message without routing weights
+    Ids that are out of range remain so. weights_ptr: None for a message of ids alone. scale_ptr: None for a message
+    without scales
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = offs < num_ids
@@ -77,11 +81,32 @@ def moe_pack_kernel(ids_ptr, weights_ptr, message_ptr, num_ids, num_experts, BLO
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + offs, mask=there, other=0.0).to(tl.float32)
         tl.store(message_ptr + num_ids + offs, weights.to(tl.int32, bitcast=True), mask=there)
+    if scale_ptr is not None:
+        scales = tl.load(scale_ptr + offs, mask=offs < num_scales, other=0.0)
+        tl.store(message_ptr + 2 * num_ids + offs, scales.to(tl.int32, bitcast=True), mask=offs < num_scales)
 
 
-@td.jit(do_not_specialize=["of_rank", "num_experts", "call"])
+@td.jit(do_not_specialize=["num_rows", "choices", "M_shard", "words", "columns"])
+def moe_scales_kernel(
+    messages_ptr, choices_ptr, out_ptr, num_rows, choices, M_shard, words, columns, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Store the scales of the token of each row, fp32 [num_rows, columns], from messages of ``words`` words."""
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.load(choices_ptr + rows, mask=rows < num_rows, other=0) // choices
+    source = token // M_shard
+    at = source * words + 2 * M_shard * choices + (token - source * M_shard) * columns
+    for first in range(0, columns, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)
+        there = (rows < num_rows)[:, None] & (column < columns)[None, :]
+        scales = tl.load(messages_ptr + at[:, None] + column[None, :], mask=there, other=0)
+        out = out_ptr + rows[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(out, scales.to(tl.float32, bitcast=True), mask=there)
+
+
+@td.jit(do_not_specialize=["of_rank", "words", "num_experts", "call"])
 def moe_count_kernel(
-    ctx, messages_ptr, ids_ptr, weights_ptr, splits_ptr, of_rank, num_experts, call, RANKS: tl.constexpr,
+    ctx, messages_ptr, ids_ptr, weights_ptr, splits_ptr, of_rank, words, num_experts, call, RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Count the assignments splits[e] of each expert, one program per expert. Report ids that are out of range.
@@ -90,11 +115,10 @@ def moe_count_kernel(
 
     messages_ptr: the messages of all ranks, see ``moe_pack_kernel``
     ids_ptr, weights_ptr: int32 and fp32 [assignments of all ranks], or None
-    of_rank: number of assignments of a rank
+    of_rank, words: number of assignments of a rank, and of words of a message
     RANKS, BLOCK: ranks whose ids are read at a time, and ids of each
     """
     expert, ranks = tl.program_id(0), td.num_ranks(ctx)
-    words = of_rank if weights_ptr is None else 2 * of_rank  # of a message
     count = tl.full((RANKS, BLOCK), 0, tl.int32)
     bad = tl.full((RANKS, BLOCK), 0, tl.int32)
     copier = 0  # the expert whose program copies the next block

@@ -358,8 +358,9 @@ def _fp8_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, scales, use_fast_a
     reject_fp8_gradients("tp_moe", *operands, *scales)
     if not x.shape[0]:
         return x.new_empty(0, w_down.shape[1])
-    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first, topk_weights)
-    h = gate_up_stage(x, w_gate_up, scales[0], use_fast_accum, routing, activation, configs.first)
+    h, routing = gate_up_stage(
+        x, topk_ids, topk_weights, w_gate_up, scales[0], use_fast_accum, activation, group, configs.first
+    )
     return down_stage(h, w_down, scales[1], use_fast_accum, topk_weights, routing, configs.second)
 
 

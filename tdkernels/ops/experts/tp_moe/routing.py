@@ -16,9 +16,17 @@ from tdkernels.ops.experts.tp_moe.kernel_route import (
     moe_order_kernel,
     moe_pack_kernel,
     moe_place_kernel,
+    moe_scales_kernel,
 )
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, local_workspace_of, pointer_signature
+from tdkernels.runtime.kernel_launch import (
+    CALL_NUMBER,
+    Launch,
+    launch_cached,
+    local_workspace_of,
+    output_spec,
+    pointer_signature,
+)
 from tdkernels.symm import get_workspace
 
 if TYPE_CHECKING:
@@ -56,6 +64,7 @@ class MoeRouting:
         rows: Row of each assignment, [M, k] int32, or -1 for a dropped assignment.
         ids: Expert ids of all ranks, [M, k] int32.
         weights: Routing weights of all ranks, [M, k] fp32, or None if they are not gathered with the ids.
+        scales: Scales of the token of each row, [M * k, ·] fp32, or None if they are not gathered with the ids.
         group: The process group.
         world_size: Number of ranks W.
         tokens: Number of tokens per rank, M / W.
@@ -72,6 +81,7 @@ class MoeRouting:
         num_experts: int, chunk_rows: int, stages: int,
     ) -> None:
         self.group, self.ids, self.weights = group, ids, weights
+        self.scales: torch.Tensor | None = None
         self.tokens, self.num_experts = tokens, num_experts
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
@@ -118,7 +128,7 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
 
 def route(
     operator: str, topk_ids: torch.Tensor, num_experts: int, group: "dist.ProcessGroup", chunk_rows: int,
-    tile_rows: int, stages: int, topk_weights: torch.Tensor | None = None,
+    tile_rows: int, stages: int, topk_weights: torch.Tensor | None = None, scale_x: torch.Tensor | None = None,
 ) -> MoeRouting:
     """Compute the MoeRouting of the ids of all ranks. Collective.
 
@@ -131,13 +141,15 @@ def route(
         tile_rows: Height of tiles for which a Tiling is computed right away.
         stages: Number of overlap stages.
         topk_weights: Routing weights [T, k] that are gathered with the ids, or None on all ranks.
+        scale_x: Scales [T, ·] fp32 of the tokens that are gathered, too, or None on all ranks.
 
     Raises:
         ValueError: On every rank, if an id is out of range (on a GPU at a later call or at ``synchronize``).
     """
     (tokens, choices), ranks, device = topk_ids.shape, group.size(), topk_ids.device
     workspace = get_workspace(group, device, "moe_route", across_nodes=True)
-    messages = _message(topk_ids, topk_weights, num_experts)
+    messages = _message(topk_ids, topk_weights, scale_x, num_experts)
+    words = messages.numel()
     if ranks > 1:
         messages = all_gather(messages, group=group)
         ids = torch.empty(ranks * tokens, choices, dtype=torch.int32, device=device)
@@ -148,44 +160,70 @@ def route(
     workspace.expect_note(partial(_error_of_note, operator, num_experts))
     copies = (ids, weights) if ranks > 1 else (None, None)
     launch_cached(
-        workspace, (operator, ids.shape, weights is None, num_experts), (messages, *copies, routing.splits),
-        lambda *of: _count(workspace, routing, operator, of), signature=pointer_signature,
+        workspace, (operator, ids.shape, words, num_experts), (messages, *copies, routing.splits),
+        lambda *of: _count(workspace, routing, operator, words, of), signature=pointer_signature,
     )
     routing._tilings[tile_rows] = _tile(workspace, routing, tile_rows)
+    if scale_x is not None:
+        routing.scales = _scales_of_rows(routing, messages, words, scale_x.shape[1])
     return routing
 
 
-def _message(topk_ids, topk_weights, num_experts):
-    """Return the ids of this rank and its routing weights, unless they are None, in one int32 tensor."""
+def _message(topk_ids, topk_weights, scale_x, num_experts):
+    """Return the ids of this rank, its routing weights and the scales of its tokens, unless they are None."""
     workspace, num_ids = local_workspace_of(topk_ids.device), topk_ids.numel()
-    parts = topk_ids.contiguous(), None if topk_weights is None else topk_weights.detach().contiguous()
-    message = torch.empty(num_ids * (1 if topk_weights is None else 2), dtype=torch.int32, device=topk_ids.device)
+    operands = [part if part is None else part.detach().contiguous() for part in (topk_ids, topk_weights, scale_x)]
+    words = sum(part.numel() for part in operands if part is not None)
+    message = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
     launch_cached(
-        workspace, ("moe_route", num_ids, num_experts), (*parts, message),
-        lambda *of: _pack(workspace, num_ids, num_experts, of), signature=pointer_signature,
+        workspace, ("moe_route", num_ids, words, num_experts), (*operands, message),
+        lambda *of: _pack(workspace, num_experts, of), signature=pointer_signature,
     )
     return message
 
 
-def _pack(workspace, num_ids, num_experts, operands):
+def _pack(workspace, num_experts, operands):
     """Return the Launch that writes a message."""
-    args, constants = (*operands, num_ids, num_experts), {"BLOCK": 1024}
-    grid = (cdiv(num_ids, 1024),)
-    return Launch(workspace, moe_pack_kernel, grid, args, constants, operands, [], [], checks_errors=False)
+    ids, _, scale_x, _ = operands
+    num_ids, num_scales = ids.numel(), 0 if scale_x is None else scale_x.numel()
+    args, grid = (*operands, num_ids, num_scales, num_experts), (cdiv(max(num_ids, num_scales), 1024),)
+    return Launch(workspace, moe_pack_kernel, grid, args, {"BLOCK": 1024}, operands, [], [], checks_errors=False)
+
+
+def _scales_of_rows(routing, messages, words, columns):
+    """Return the scales of the token of each row, from the messages of all ranks."""
+    workspace = local_workspace_of(messages.device)
+    key = "moe_scales", *routing.sizes, words, columns
+    return launch_cached(
+        workspace, key, (messages, routing.choices), lambda *of: _scales(workspace, routing, words, columns, of),
+        signature=pointer_signature,
+    )[0]
+
+
+def _scales(workspace, routing, words, columns, operands):
+    """Return the Launch that stores the scales of the token of each row."""
+    rows, block_c = routing.choices.numel(), min(next_power_of_2(columns), 128)
+    out = output_spec(operands[0], rows, columns, dtype=torch.float32)
+    args = *operands, out, rows, routing.num_choices, routing.tokens, words, columns
+    constants = {"BLOCK_R": 1024 // block_c, "BLOCK_C": block_c}
+    grid = (cdiv(rows, constants["BLOCK_R"]),)
+    return Launch(workspace, moe_scales_kernel, grid, args, constants, operands, [out], [], checks_errors=False)
 
 
 def _parts(message, topk_ids, topk_weights):
     """Return (ids, routing weights or None) of a message of one rank."""
     ids = message[: topk_ids.numel()].view(topk_ids.shape)
-    return ids, None if topk_weights is None else message[topk_ids.numel() :].view(torch.float32).view(topk_ids.shape)
+    if topk_weights is None:
+        return ids, None
+    return ids, message[ids.numel() : 2 * ids.numel()].view(torch.float32).view(topk_ids.shape)
 
 
-def _count(workspace, routing, operator, operands):
+def _count(workspace, routing, operator, words, operands):
     """Return the Launch that counts the rows of each expert."""
     experts, num_ids = routing.num_experts, routing.ids.numel()
     workspace.prepare(operator, {"num_experts": experts}, 256, 1)
     ranks, of_rank = routing.world_size, num_ids // routing.world_size
-    args = workspace.ctx, *operands, of_rank, experts, CALL_NUMBER
+    args = workspace.ctx, *operands, of_rank, words, experts, CALL_NUMBER
     block = min(next_power_of_2(max(of_rank, 1)), _MOST_IDS)
     constants = {"RANKS": min(next_power_of_2(ranks), _MOST_IDS // block), "BLOCK": block, "num_warps": 8}
     # No check for host errors: ``route`` has just done it.

@@ -115,17 +115,17 @@ def config_of_gradient(
 
 def routing_of(
     operator: str, topk_ids: torch.Tensor, w: torch.Tensor, group: "dist.ProcessGroup", config: Any,
-    topk_weights: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None, scale_x: torch.Tensor | None = None,
 ) -> "MoeRouting":
     """Return the MoeRouting of this rank's ids for experts w, with the chunks and stages of a MoeTpConfig or None.
 
-    It includes the routing weights of all ranks if those of this rank are given.
+    It includes the routing weights and the scales of tokens of all ranks if those of this rank are given.
     """
     tokens, choices = topk_ids.shape
     config = _complete(config, group.size() * tokens, choices, w)
     stages = config.stages or best_stages(group.size(), tokens, choices, *w.shape, w.dtype, w.device)
-    tile_rows = config.tiles.block_m
-    return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, tile_rows, stages, topk_weights)
+    sizes = config.chunk_rows, config.tiles.block_m, stages
+    return route(operator, topk_ids, w.shape[0], group, *sizes, topk_weights, scale_x)
 
 
 def first_fields(

@@ -31,10 +31,12 @@ def checks_routing(tokens, choices, experts, chunk_rows, stages, ids_dtype, weig
     weights = None
     if weights_dtype is not None:
         weights = torch.rand(ids.shape, generator=generator).to(weights_dtype)
+    scales = torch.rand(len(ids), choices + 1, generator=generator)
     mine = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
     own = ids[mine].to(device(), ids_dtype), None if weights is None else weights[mine].to(device())
+    scale_x = None if weights is None else scales[mine].to(device())
     with poisoned_outputs():
-        routing = route("tp_moe", own[0], experts, dist.group.WORLD, chunk_rows, TILE_ROWS, stages, own[1])
+        routing = route("tp_moe", own[0], experts, dist.group.WORLD, chunk_rows, TILE_ROWS, stages, own[1], scale_x)
     order = torch.tensor(_tokens_in_order_of_arrival(tokens, chunk_rows))
     assignments = (order[:, None] * choices + torch.arange(choices)).flatten()
     expected = torch.cat([assignments[ids.flatten()[assignments] == expert] for expert in range(experts)])
@@ -46,8 +48,9 @@ def checks_routing(tokens, choices, experts, chunk_rows, stages, ids_dtype, weig
     splits = torch.bincount(ids[ids >= 0], minlength=experts)
     assert torch.equal(routing.splits.cpu().long(), splits) and torch.equal(routing.ids.cpu().long(), ids)
     if weights is None:
-        assert routing.weights is None
+        assert routing.weights is None and routing.scales is None
     else:
+        assert torch.equal(routing.scales.cpu(), scales[found // choices])
         assert torch.equal(routing.weights.cpu(), weights.float())
     table = routing.tiling(TILE_ROWS).table[: int((splits + TILE_ROWS - 1).div(TILE_ROWS, rounding_mode="floor").sum())]
     by_expert = table[:, BY_EXPERT.value : BY_EXPERT.value + 3].cpu().long()
