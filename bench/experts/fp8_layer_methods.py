@@ -5,7 +5,7 @@
     block               with weights in fp8 and a scale for each 128 x 128 elements
     row                 with weights in fp8 and a scale for each output channel
     row, fast           with fast accumulation, too
-    ..., specialized    tp_moe only: with the warp-specialized kernels, if they support the call
+    ..., portable       tp_moe only: without warp specialization, which is the default for large experts on Hopper
     ..., sent           ep_moe only: tokens are also sent in fp8
 
 ep_moe has a capacity, so the host does not wait. Other configs are the defaults.
@@ -22,7 +22,7 @@ from bench.experts.tp_moe_methods import sequences
 from tdkernels.launch import rank_device
 from tdkernels.runtime import gpu
 
-SEQUENCE, BF16, SENT, SPECIALIZED = "sequence", "bf16", ", sent", ", specialized"
+SEQUENCE, BF16, SENT, PORTABLE = "sequence", "bf16", ", sent", ", portable"
 SCALINGS = ("block", "row")
 # Kinds of fp8 weights: scaling and further options of the operator.
 KINDS = {"block": ("block", {}), "row": ("row", {}), "row, fast": ("row", {"use_fast_accum": True})}
@@ -77,7 +77,7 @@ def _tp_moe(case, sets):
     def layer(s, *weights, **options):
         return tdkernels.tp_moe(s.x, s.ids, s.weights, *weights, **options)
 
-    options = {"": {}, SPECIALIZED: {"config": tdkernels.MoeTpConfig(warp_specialize=True)}}
+    options = {"": {}, PORTABLE: {"config": tdkernels.MoeTpConfig()}}
     return layer, options, lambda *gemm: sequences(add_up, *gemm)["forward"].call
 
 

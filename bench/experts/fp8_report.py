@@ -1,6 +1,6 @@
 """Report section of layers of experts with weights in fp8, from the rows of ``bench.experts.fp8_layers``."""
 
-from bench.experts.fp8_layer_methods import BF16, KINDS, SENT, SEQUENCE, SPECIALIZED
+from bench.experts.fp8_layer_methods import BF16, KINDS, PORTABLE, SENT, SEQUENCE
 from bench.report import tables
 from bench.report.cells import factor
 
@@ -11,14 +11,14 @@ first, against the layer in fp32.
 
 - **unfused** is NCCL, torch's grouped GEMM and permutes in bf16, **bf16** the operator with weights in bf16.
 - **block** and **row** have weights in fp8, with a scale for each 128 × 128 elements or for each output channel. Rows
-  are quantized before each GEMM. **fast** is with `use_fast_accum=True`. **specialized** is with
-  `MoeTpConfig(warp_specialize=True)` instead of the default config. With **sent**, tokens are also sent in fp8.
+  are quantized before each GEMM. **fast** is with `use_fast_accum=True`. **portable** is without
+  warp specialization, `MoeTpConfig()`. With **sent**, tokens are also sent in fp8.
 - **x bf16** is the speedup of the fastest of them over bf16.
 
 Rows are written by `python -m bench.experts.fp8_layers`.
 """
 _METHODS = {"unfused": SEQUENCE, "bf16": BF16}
-_FP8 = [kind + suffix for kind in KINDS for suffix in ("", SPECIALIZED, SENT)]
+_FP8 = [kind + suffix for kind in KINDS for suffix in ("", PORTABLE, SENT)]
 _METHODS |= {name: name for name in _FP8}
 
 

@@ -27,8 +27,8 @@ class MoeTpConfig:
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts, except in
             the gradient of ``moe_gemm_rs`` for h. Eight times as many programs push then, each with one warp, while
             the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise the same config
-            runs without it. Results are the same. True is the heuristic default for 16-bit operands and more tiles than
-            multiprocessors.
+            runs without it. Results are the same. True is the heuristic default for 16-bit and fp8 operands and more
+            tiles than multiprocessors.
     """
 
     method: str = "fused"
@@ -75,6 +75,7 @@ def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: 
 
 def default_config(
     tokens: int, choices: int, experts: int, n: int, k: int, dtype: torch.dtype, device: torch.device,
+    layout: str | None = None,
 ) -> MoeTpConfig:
     """Return the heuristic config for weights [E, n, k].
 
@@ -84,8 +85,9 @@ def default_config(
         experts: Number of experts E.
         n: Rows of an expert's weight on this rank.
         k: Columns of an expert's weight on this rank.
+        layout: The layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device)
+    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device, layout)
     if device.type == "cpu":
         return MoeTpConfig(tiles=product.tiles, num_comm_sms=2, chunk_rows=16)
     return MoeTpConfig(tiles=product.tiles, warp_specialize=product.warp_specialize)

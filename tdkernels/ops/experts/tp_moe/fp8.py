@@ -70,11 +70,11 @@ def _complete(config, tokens, choices, w, layout, activation=None):
         return config
     if is_batch_invariant():
         return with_tiles(config, invariant_config(w.dtype, w.device, layout))
-    default = default_config(tokens, choices, *w.shape, w.dtype, w.device)
-    if config is not None and config.warp_specialize and _can_specialize(default.tiles, w, activation, layout):
-        return replace(config, tiles=specialized_tiles(default.tiles, w.dtype))
-    tiles = scaled_tiles(default.tiles, layout, w.device)
-    return with_tiles(config, replace(default, tiles=tiles))
+    default = default_config(tokens, choices, *w.shape, w.dtype, w.device, layout)
+    asked = default if config is None else config
+    if asked.warp_specialize and _can_specialize(default.tiles, w, activation, layout):
+        return replace(asked, tiles=specialized_tiles(default.tiles, w.dtype))
+    return replace(asked, tiles=scaled_tiles(default.tiles, layout, w.device), warp_specialize=False)
 
 
 def _can_specialize(tiles, w, activation, layout):

@@ -138,7 +138,7 @@ def selects_tiles_in_fp8(expected, **changes):
     layer = Fp8Slices(512, **changes)
     with specialized(expected):
         found = layer.call(config=MoeTpConfig(warp_specialize=True))
-    assert torch.equal(found, layer.call())
+    assert torch.equal(found, layer.call(config=MoeTpConfig()))
 
 
 def computes_on_other_devices(spec):

@@ -1,13 +1,16 @@
 """The warp-specialized kernels of tp_moe, on Hopper; their config on other devices."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tdkernels import MoeTpConfig
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.ops.common.tile_config import LARGE
-from tdkernels.ops.experts.tp_moe import launch_specialized
+from tdkernels.ops.common.scaling import layout_of
+from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
+from tdkernels.ops.experts.tp_moe import fp8, launch_specialized
 from tdkernels.ops.experts.tp_moe.config import default_config
 from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
@@ -113,6 +116,24 @@ def fake_hopper(monkeypatch):
 def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
     config = default_config(tokens, choices, experts, n, k, dtype, fake_hopper)
     assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+
+
+@pytest.mark.parametrize("scaling, changes, specialized", [
+    ("block", {}, True), ("row", {}, True), ("row", dict(config=MoeTpConfig(warp_specialize=True)), True),
+    ("row", dict(config=MoeTpConfig(stages=2)), False), ("row", dict(activation="swiglu_interleaved"), False),
+    ("row", dict(n=3968), True), ("block", dict(n=3968), False),  # a plane has 15.5 blocks
+    ("block", dict(n=3968, activation=None), True), ("row", dict(n=4104), False), ("row", dict(k=1800), False),
+    ("row", dict(tokens=2048, n=512), False),  # 64 tiles
+])
+@pytest.mark.parametrize("fast", [False, True], ids=["", "fast"])
+def test_default_config_in_fp8(fake_hopper, scaling, changes, specialized, fast):
+    arguments = dict(tokens=8192, n=4096, k=1792, activation="swiglu", config=None) | changes
+    tokens, n, k, activation, config = arguments.values()
+    w = SimpleNamespace(shape=(8, n, k), dtype=torch.float8_e4m3fn, device=fake_hopper)
+    found = fp8._complete(config, tokens, 2, w, layout_of(scaling, fast), activation)
+    assert found.warp_specialize == specialized
+    assert not specialized or found.tiles == specialized_tiles(LARGE, w.dtype)
+    assert config is None or found.stages == config.stages
 
 
 @pytest.mark.parametrize("operator, layout, hidden, specialized", [
