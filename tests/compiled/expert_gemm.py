@@ -20,15 +20,16 @@ from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_dots as tp_moe_launch_dots
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import launch_unfused as tp_moe_launch_unfused
 from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
 from tests.compiled.targets import BF16, compile_launches, tiles_for
 from tests.support.aot import recorded_launches
 from tests.support.routing import planned
 
-# Launches of a training step of group_gemm, in order. "swiglu" is missing without an activation; "ends" computes the
-# group ends that torch's grouped GEMM takes.
-GROUPED = ["forward", "swiglu", "gradient of x", "gradient of w", "ends"]
+# Launches of a training step of group_gemm, in order. Those of SwiGLU are missing without an activation. "ends"
+# computes the group ends that torch's grouped GEMM takes.
+GROUPED = ["forward", "swiglu", "gradient of swiglu", "gradient of x", "gradient of w", "ends"]
 
 
 @functools.cache
@@ -42,11 +43,13 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
         config = GroupGemmConfig(tiles=tiles_for(arch, dtype))
         patch.setattr(grouped_gemm_launch, "default_config", lambda *_: config)
         y, pre = grouped_gemm_launch.product(x, w, splits, activation, keep=True)
+        if activation:
+            grouped_gemm_launch.swiglu(pre, splits, activation)
         dy = y if pre is None else grouped_gemm_launch.swiglu_backward(y, pre, splits, activation)
         grouped_gemm_launch.product(dy, w.transpose(1, 2), splits)
         grouped_gemm_launch.weight_gradient(dy, x, splits, 4)
         grouped_gemm_launch.ends_of_groups(splits, x)
-    names = [name for name in GROUPED if activation or name != "swiglu"]
+    names = [name for name in GROUPED if activation or "swiglu" not in name]
     return dict(zip(names, launches, strict=True))
 
 
@@ -95,6 +98,7 @@ def compile_scaled(arch, dtype, kind, activation=None, **options):
 TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "scales", "dots"]
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
+TP_MOE_UNFUSED = ["unfused sums", "unfused sums, weighted", "unfused gradients"]
 
 
 @functools.cache
@@ -109,9 +113,10 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
-        route_launches, dots_launches, row_launches, sum_launches = (
-            stack.enter_context(recorded_launches(module))
-            for module in (moe_routing, tp_moe_launch_dots, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
+        route_launches, dots_launches, row_launches, sum_launches, unfused_launches = (
+            stack.enter_context(recorded_launches(module)) for module in (
+                moe_routing, tp_moe_launch_dots, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs, tp_moe_launch_unfused
+            )
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
         for parts in (), (weights[:tokens].to(dtype), torch.ones(tokens, 3)):
@@ -124,10 +129,13 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         rows(x, down.transpose(1, 2), gradients=tp_moe_launch_ag_gemm.Gradients(h, weights))
         tp_moe_launch_gemm_rs.launch(h, down, routing, weights, config)
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
-    names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS
+        for of_rows in None, weights:
+            tp_moe_launch_unfused.sums(h, routing.rows, of_rows)
+        tp_moe_launch_unfused.gradients(h, h.clone(), routing.choices, weights)
+    names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS + TP_MOE_UNFUSED
     # Both routings place and order the rows in the same way.
     route_launches = route_launches[:2] + route_launches[-5:] + dots_launches
-    return dict(zip(names, route_launches + row_launches + sum_launches, strict=True))
+    return dict(zip(names, route_launches + row_launches + sum_launches + unfused_launches, strict=True))
 
 
 def compile_tp_moe(name, arch, dtype=BF16, **options):

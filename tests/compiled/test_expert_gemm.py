@@ -12,6 +12,7 @@ from tests.compiled.expert_gemm import (
     TP_MOE_ROWS,
     TP_MOE_SCALED,
     TP_MOE_SUMS,
+    TP_MOE_UNFUSED,
     compile_ep_moe,
     compile_grouped,
     compile_scaled,
@@ -121,9 +122,15 @@ _ON_ONE_VENDOR = ("rows, interleaved", "gradient of rows")
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_tp_moe_routing_compiles(arch):
-    for name in TP_MOE_ROUTE:
+def test_tp_moe_without_gemms_compiles(arch):
+    for name in TP_MOE_ROUTE + TP_MOE_UNFUSED:
         compile_tp_moe(name, arch)
+
+
+@pytest.mark.parametrize("name", TP_MOE_UNFUSED)
+def test_tp_moe_unfused_accesses_16_bytes(name):
+    ptx = compile_tp_moe(name, "sm_90", sizes=(256, 2, 4, 512, 1024)).asm["ptx"]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
 # Other dtypes are compiled for one target of each vendor, to save time.
@@ -138,7 +145,7 @@ def test_tp_moe_gemms_compile(arch, name, dtype):
 
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
 def test_tp_moe_with_odd_sizes_compiles(arch, sizes, ranks):
-    for name in (*TP_MOE_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows"):
+    for name in (*TP_MOE_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows", *TP_MOE_UNFUSED):
         with without_machine_code(name != "sums"):
             compile_tp_moe(name, arch, sizes=sizes, ranks=ranks)
 

@@ -51,8 +51,7 @@ def product(
         config = known_config(x, (*w.shape[1:], w.shape[0]), layout_of(w, activation))
     if config is None or config.method == "fused":
         return launch.product(x, w, splits, activation, keep, config)
-    pre = by_torch(x, w, splits)
-    return swiglu_ref(pre, activation), pre if keep and activation else None
+    return product_by_torch(x, w, splits, activation, keep)
 
 
 def input_gradient(dy: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
@@ -149,6 +148,16 @@ def by_torch(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Te
         return product_by_group(x, w, splits)
     w = _as_torch_takes_it(w).transpose(1, 2)
     return torch._grouped_mm(gemm_operands.rows_contiguous(x), w, offs=launch.ends_of_groups(splits, x))
+
+
+def product_by_torch(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``product``, with torch's grouped GEMM and a kernel for SwiGLU."""
+    pre = by_torch(x, w, splits)
+    if activation is None:
+        return pre, None
+    return launch.swiglu(pre, splits, activation), pre if keep else None
 
 
 def weight_gradient_by_torch(dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:

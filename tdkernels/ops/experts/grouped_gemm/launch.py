@@ -13,7 +13,7 @@ from tdkernels.ops.experts.grouped_gemm import launch_specialized
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, default_config
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, tma_fits, weight_layout
-from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
+from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel, swiglu_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
@@ -319,6 +319,23 @@ def _row_blocks(rows, tiles, columns):
     return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
 
 
+def swiglu(pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return silu(gate) * up, [R, I], for pre [R, 2 * I]. Rows that belong to no group are not written."""
+    if not pre.shape[0]:
+        return pre.new_empty(0, pre.shape[1] // 2)
+    workspace = local_workspace_of(pre.device)
+    return launch_cached(
+        workspace, ("swiglu", activation), (pre.contiguous(), splits),
+        lambda *of: _prepare_swiglu(workspace, *of, activation),  # type: ignore[call-arg]
+    )[0]
+
+
+def _prepare_swiglu(workspace, pre, splits, activation):
+    h = output_spec(pre, pre.shape[0], pre.shape[1] // 2)
+    grid, sizes, constants = _swiglu_launch(h, splits, activation)
+    return Launch(workspace, swiglu_kernel, grid, (pre, splits, h, *sizes), constants, (pre, splits), [h], [])
+
+
 def swiglu_backward(dh: torch.Tensor, pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Tensor:
     """Return the gradient of ``pre`` [R, 2 * I] for the gradient dh [R, I] of SwiGLU's output.
 
@@ -335,12 +352,17 @@ def swiglu_backward(dh: torch.Tensor, pre: torch.Tensor, splits: torch.Tensor, a
 
 
 def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
-    rows, width = dh.shape
     dpre = output_spec(pre, *pre.shape)
-    grid = (min(rows, 8 * gpu.num_sms(dh.device)),)
-    args = dh, pre, splits, dpre, rows, width, splits.shape[0]
+    grid, sizes, constants = _swiglu_launch(dh, splits, activation)
+    args, operands = (dh, pre, splits, dpre, *sizes), (dh, pre, splits)
+    return Launch(workspace, swiglu_backward_kernel, grid, args, constants, operands, [dpre], [])
+
+
+def _swiglu_launch(h, splits, activation):
+    """Return (grid, sizes, constants) of the kernel of SwiGLU with output h [R, I], or of its gradient."""
+    (rows, width), experts = h.shape, splits.shape[0]
     constants = {
-        "EXPERTS": next_power_of_2(splits.shape[0]), "ACTIVATION": NUMBERS[activation],
+        "EXPERTS": next_power_of_2(experts), "ACTIVATION": NUMBERS[activation],
         "BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4,
     }
-    return Launch(workspace, swiglu_backward_kernel, grid, args, constants, (dh, pre, splits), [dpre], [])
+    return (min(rows, 8 * gpu.num_sms(splits.device)),), (rows, width, experts), constants

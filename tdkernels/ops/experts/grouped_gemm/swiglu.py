@@ -28,7 +28,34 @@ def swiglu_gradient(dh, gate, up):
     return dh * up * share * (1.0 + gate * (1.0 - share)), dh * gate * share
 
 
-@td.jit(do_not_specialize=["R", "I", "num_experts"])
+@td.jit
+def _columns(row, offs, I, ACTIVATION: tl.constexpr):
+    """Return the indices of columns of the gate and of up in a row of [R, 2 * I]."""
+    pre = tl.cast(row, tl.int64) * 2 * I
+    if ACTIVATION == HALVES:
+        return pre + offs, pre + I + offs
+    return pre + 2 * offs, pre + 2 * offs + 1
+
+
+@td.jit(do_not_specialize=["R", "num_experts"])
+def swiglu_kernel(
+    pre_ptr, splits_ptr, h_ptr, R, I, num_experts,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Compute h [R, I] from pre [R, 2 * I]. Of n programs each one takes every n-th row."""
+    rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for first in range(0, I, BLOCK):
+            offs = first + tl.arange(0, BLOCK)
+            mask = offs < I
+            at_gate, at_up = _columns(row, offs, I, ACTIVATION)
+            gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
+            up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
+            h = td.from_float32(swiglu(gate, up), h_ptr.dtype.element_ty)
+            tl.store(h_ptr + tl.cast(row, tl.int64) * I + offs, h, mask=mask)
+
+
+@td.jit(do_not_specialize=["R", "num_experts"])
 def swiglu_backward_kernel(
     dh_ptr, pre_ptr, splits_ptr, dpre_ptr, R, I, num_experts,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
@@ -39,11 +66,7 @@ def swiglu_backward_kernel(
         for first in range(0, I, BLOCK):
             offs = first + tl.arange(0, BLOCK)
             mask = offs < I
-            pre = tl.cast(row, tl.int64) * 2 * I
-            if ACTIVATION == HALVES:
-                at_gate, at_up = pre + offs, pre + I + offs
-            else:
-                at_gate, at_up = pre + 2 * offs, pre + 2 * offs + 1
+            at_gate, at_up = _columns(row, offs, I, ACTIVATION)
             gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
             up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
             dh = td.to_float32(tl.load(dh_ptr + tl.cast(row, tl.int64) * I + offs, mask=mask, other=0.0))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SEND_PROGRAMS = 64  # programs of the down stage that send concurrently, enough to saturate the link
 _CHUNK_S = 1e-6  # seconds that a pushing program takes to set the signals of a chunk
-_SUM_BYTES = 5  # memory traffic of torch's weighted sum in fp32, in multiples of the size of the rows
+_SUM_BYTES = 1.5  # memory traffic of the sums of method "torch", in multiples of the size of the rows
 
 
 class MoeTunable(ConfigTunable):

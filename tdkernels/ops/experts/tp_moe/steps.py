@@ -17,9 +17,9 @@ from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
-from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, swiglu_ref, weight_gradient
+from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, product_by_torch, weight_gradient
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
-from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, launch_unfused
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.launch_dots import sums_of_dots
 from tdkernels.ops.experts.tp_moe.routing import route
@@ -183,11 +183,7 @@ def rows_of_tokens(full: torch.Tensor, routing: "MoeRouting") -> torch.Tensor:
 
 def sums_of_rows(rows: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None) -> torch.Tensor:
     """Return the weighted sums of this rank's tokens, summed over ranks by torch's reduce-scatter."""
-    choices = rows[routing.rows.clamp(min=0)].float()
-    if weights is not None:
-        choices = choices * weights.unsqueeze(-1)
-    choices = torch.where((routing.rows >= 0).unsqueeze(-1), choices, 0.0)
-    return reduce_scatter_rows(choices.sum(1).to(rows.dtype), routing.group)
+    return reduce_scatter_rows(launch_unfused.sums(rows, routing.rows, weights), routing.group)
 
 
 def first_forward(
@@ -199,8 +195,7 @@ def first_forward(
     ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None. The backward needs it.
     """
     if _is_torch(config):
-        pre = by_torch(_all_rows(x, routing), w, routing.splits)
-        return swiglu_ref(pre, activation), pre if keep and activation else None
+        return product_by_torch(_all_rows(x, routing), w, routing.splits, activation, keep)
     launched = launch_ag_gemm.launch(x, w, routing, config, activation, keep)
     return launched.y, launched.pre
 
@@ -346,7 +341,6 @@ def _summed_over_ranks(dots, routing, use_torch):
 def _torch_gradients(dy, h, back, weights, routing):
     """Compute ``gradients_of_rows`` with torch's all-gather and grouped GEMM."""
     rows = _all_rows(dy, routing)
-    row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
-    unweighted, h_wide = by_torch(rows, back, routing.splits).float(), h.float()
-    dh, weighted = ((wide * row_weights).to(h.dtype) for wide in (unweighted, h_wide))
-    return GradientsOfRows(dh, weighted, rows, (unweighted * h_wide).sum(1).unsqueeze(0))
+    unweighted = by_torch(rows, back, routing.splits)
+    dh, weighted, dots = launch_unfused.gradients(unweighted, h, routing.choices, weights)
+    return GradientsOfRows(dh, weighted, rows, dots.unsqueeze(0))

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
 
 _ROUTE_S = 30e-6  # to gather and sort the ids
-# Memory traffic of the gradient of h in addition to the GEMM, in multiples of the size of h: our kernel reads h and
-# stores the weighted h; torch processes both in fp32.
-_GRADIENT_BYTES, _TORCH_GRADIENT_BYTES = 2, 30
+# Memory traffic of the gradient of h in addition to the GEMM, in multiples of the size of h. The fused kernel reads h
+# and stores the weighted h. With method "torch" a kernel of its own also reads and stores the gradient.
+_GRADIENT_BYTES, _TORCH_GRADIENT_BYTES = 2, 4
 
 
 class MoeAgGemmTunable(MoeTunable):

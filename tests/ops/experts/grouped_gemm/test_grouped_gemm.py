@@ -103,22 +103,25 @@ def test_torch_rejects_misaligned_rows():
     on_ranks(1, torch_backend_rejects_misaligned_rows)
 
 
-def computes_swiglu_gradient_of_wide_rows(activation):
-    """Check the gradient of SwiGLU for rows with more columns than one program processes at a time."""
+def computes_swiglu_of_wide_rows(activation):
+    """Check SwiGLU and its gradient for rows with more columns than one program processes at a time."""
     dh, pre = torch.randn(3, 1030), torch.randn(3, 2060)
     expected = []
     for dtype in (torch.float64, FP32):
         operand = pre.to(dtype, copy=True).requires_grad_()
-        swiglu_ref(operand, activation).backward(dh.to(dtype))
-        expected.append(operand.grad[:2])
+        h = swiglu_ref(operand, activation)
+        h.backward(dh.to(dtype))
+        expected.append((h.detach()[:2], operand.grad[:2]))
     splits = torch.tensor([1, 0, 1], dtype=torch.int32, device=device())
-    got = launch.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
-    assert_close("dpre", got[:2].cpu(), *expected)
+    got = launch.swiglu(pre.to(device()), splits, activation)
+    of_pre = launch.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
+    for name, found, *both in zip(("h", "dpre"), (got, of_pre), *expected, strict=True):
+        assert_close(name, found[:2].cpu(), *both)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_swiglu_gradient_of_wide_rows(activation):
-    on_ranks(1, computes_swiglu_gradient_of_wide_rows, activation)
+def test_swiglu_of_wide_rows(activation):
+    on_ranks(1, computes_swiglu_of_wide_rows, activation)
 
 
 # ---- splits ----
