@@ -15,6 +15,7 @@ from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_d
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
+from tdkernels.ops.experts.grouped_gemm import launch_weights as grouped_gemm_launch_weights
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
@@ -38,7 +39,8 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
     rows, n, k = sizes
     x, w = torch.zeros(rows, k, dtype=dtype), torch.zeros(4, n, k, dtype=dtype)
     splits = torch.zeros(4, dtype=torch.int32)
-    with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
+    launchers = grouped_gemm_launch, grouped_gemm_launch_weights
+    with recorded_launches(launchers) as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         config = GroupGemmConfig(tiles=tiles_for(arch, dtype))
         patch.setattr(grouped_gemm_launch, "default_config", lambda *_: config)
@@ -47,7 +49,7 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
             grouped_gemm_launch.swiglu(pre, splits, activation)
         dy = y if pre is None else grouped_gemm_launch.swiglu_backward(y, pre, splits, activation)
         grouped_gemm_launch.product(dy, w.transpose(1, 2), splits)
-        grouped_gemm_launch.weight_gradient(dy, x, splits, 4)
+        grouped_gemm_launch_weights.weight_gradient(dy, x, splits, 4)
         grouped_gemm_launch.ends_of_groups(splits, x)
     names = [name for name in GROUPED if activation or "swiglu" not in name]
     return dict(zip(names, launches, strict=True))

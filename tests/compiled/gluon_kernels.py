@@ -16,6 +16,7 @@ from tests.compiled.specialized import (
     gemm_ar_launch,
     gemm_rs_launch,
     group_gemm_launch,
+    group_gemm_weights_launch,
     moe_ag_gemm_launch,
     moe_gemm_rs_launch,
 )
@@ -38,7 +39,7 @@ def gluon_launches():
         gemm_rs_launch(4, E4M3), gemm_rs_launch(8, E4M3, bias=True, per_row=False), ag_gemm_launch(1, E4M3),
         ag_gemm_launch(1, E4M3, bias=True),
         group_gemm_launch(128, BF16), group_gemm_launch(3, FP16, w_is_kn=True),
-        group_gemm_launch(32, BF16, "swiglu", keep=True),
+        group_gemm_launch(32, BF16, "swiglu", keep=True), group_gemm_weights_launch(64, BF16),
         moe_ag_gemm_launch(2, BF16, "swiglu", keep=True), moe_ag_gemm_launch(1, FP16, w_is_kn=True),
         moe_ag_gemm_launch(2, E4M3, scaling="block"), moe_gemm_rs_launch(8, 2, BF16),
         moe_gemm_rs_launch(2, 1, FP16, w_is_kn=True, weighted=False), moe_gemm_rs_launch(1, 2, E4M3, scaling="block"),

@@ -14,8 +14,10 @@ from tdkernels.ops.dense.gemm_ar import launch_specialized as launch_gemm_ar
 from tdkernels.ops.dense.gemm_ar.specialized.kernel import gemm_ar_specialized_kernel
 from tdkernels.ops.dense.gemm_rs.specialized.kernel import gemm_rs_specialized_kernel
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as launch_group_gemm
+from tdkernels.ops.experts.grouped_gemm import launch_weights as launch_group_gemm_weights
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout
 from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
+from tdkernels.ops.experts.grouped_gemm.specialized.kernel_weights import group_gemm_weights_specialized_kernel
 from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched, piece_of
 from tdkernels.ops.experts.tp_moe.specialized.kernel_ag_gemm import moe_ag_gemm_specialized_kernel
@@ -100,6 +102,14 @@ def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False
     args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config, scales)
     assert constants["W_IS_KN"] == w_is_kn
     return group_gemm_specialized_kernel, args, constants
+
+
+def group_gemm_weights_launch(experts, dtype):
+    """Return (kernel, args, kwargs)."""
+    dy, x, dw = (torch.empty(*size, dtype=dtype) for size in ((ROWS, N), (ROWS, K), (experts, N, K)))
+    splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    args, constants = launch_group_gemm_weights.specialized_arguments(dy, x, splits, counter, dw, 8)
+    return group_gemm_weights_specialized_kernel, args, constants
 
 
 def _moe_operands(ranks, experts, choices, dtype, w_is_kn, scaling):

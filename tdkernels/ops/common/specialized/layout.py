@@ -59,7 +59,7 @@ def make_barriers(ARRIVALS: gl.constexpr = 1):
 @gluon.jit
 def make_memory(
     dtype: gl.constexpr, w_dtype: gl.constexpr, W_IS_KN: gl.constexpr, out_dtype: gl.constexpr,
-    COPIES_X: gl.constexpr = False,
+    COPIES_X: gl.constexpr = False, X_IS_KM: gl.constexpr = False,
 ):
     """Return the tuple ``memory`` of all partitions, for dtypes of x and the weight of one size and a 16-bit output.
 
@@ -69,12 +69,14 @@ def make_memory(
     items   [ITEM_WORDS * STAGES, 1]: the work item that begins with a stage, and its place
     sent    [1, 1]: the work item of ``out``
     COPIES_X: whether threads copy the rows of x, instead of TMA
+    X_IS_KM: whether a block of x is stored as [BLOCK_K, HALF_M]
     """
     BLOCK_K: gl.constexpr = STEP_BYTES * 8 // dtype.primitive_bitwidth
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=dtype.primitive_bitwidth, rank=2)
+    of_x: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank=2, transposed=X_IS_KM)
     of_out: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_M, BLOCK_K], swizzled)
+    x = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_M, BLOCK_K], of_x)
     if W_IS_KN:
         w = gl.allocate_shared_memory(w_dtype, [STAGES, BLOCK_K, BLOCK_N], swizzled)
     else:

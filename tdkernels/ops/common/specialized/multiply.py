@@ -213,6 +213,8 @@ def _read_span(memory, stage, steps, SPLIT_K: gl.constexpr):
         first = read_item(item_word(memory, stage, 4), FOUR_WARPS)
         count = read_item(item_word(memory, stage, 5), FOUR_WARPS)
         return first, count, read_item(item_word(memory, stage, 6), FOUR_WARPS)
+    elif steps is None:
+        return 0, read_item(item_word(memory, stage, 5), FOUR_WARPS), 0
     else:
         return 0, steps, 0
 
@@ -226,6 +228,7 @@ def multiply_partition(
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
+    steps: number of steps of K, or None if each work item has its own, with NO_HALVES
     HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
     EPILOGUE: (HALF_M rows of half a tile in fp32, place, WHICH, half of the item, ``epilogue``) -> these rows in
         fp32, scaled or with a bias, before they are rounded

@@ -20,7 +20,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.selection import DEFAULT, choice_of_call, look_up
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.ops.experts.grouped_gemm import launch, launch_weights
 from tdkernels.ops.experts.grouped_gemm.config import invariant_config
 from tdkernels.ops.experts.grouped_gemm.layout import is_stored_kn, weight_layout
 from tdkernels.symm.group import alone
@@ -66,7 +66,7 @@ def weight_gradient(
     if config is None:
         config = known_config(x, (dy.shape[1], x.shape[1], experts), DW)
     if config is None or config.method == "fused":
-        return launch.weight_gradient(dy, x, splits, experts, config)
+        return launch_weights.weight_gradient(dy, x, splits, experts, config)
     return weight_gradient_by_torch(dy, x, splits)
 
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of group_gemm and its gradients, or compile them ahead of time."""
+"""Launch the kernels of group_gemm and of SwiGLU, or compile them ahead of time."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,18 +11,13 @@ from tdkernels.ops.common.scaling import BLOCK, Scales, out_dtype_of
 from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles, specialized_tiles
 from tdkernels.ops.experts.grouped_gemm import launch_specialized
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, default_config
-from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
+from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, tma_fits, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel, swiglu_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
-
-# Constants of the weight gradient. The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the
-# tensor cores. A group with at least _LONG_GROUP rows gets larger tiles.
-_LAST_R = 16
-_LONG_GROUP = 4096
 
 
 def weight_descriptor(
@@ -244,79 +239,6 @@ def _prepare_ends(workspace, splits, rows):
     constants = {"EXPERTS": next_power_of_2(experts), "num_warps": 1}
     args = splits, ends, experts, rows
     return Launch(workspace, ends_kernel, (1,), args, constants, (splits,), [ends], [])
-
-
-def weight_tiles(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the default tile of the weight gradient for groups of ``rows`` rows.
-
-    Most groups are short. Their tile is small enough for three programs per multiprocessor, so that the others compute
-    while one starts or stores. Long groups get a larger tile, which loads less data.
-    """
-    if not gpu.has_tma(device) or dtype.itemsize != 2:
-        return default_tiles(n, k, dtype, device)
-    if rows >= _LONG_GROUP:
-        return Tiles(128, 256, 64, num_warps=8, num_stages=4)
-    return Tiles(128, 128, 32, num_warps=4, num_stages=3)
-
-
-def weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: "GroupGemmConfig | None" = None,
-) -> torch.Tensor:
-    """Launch the weight gradient and return dw [E, N, K] for dy [R, N] and x [R, K].
-
-    Only the tiles of the config are used. Their block_m and block_n are along N and K, block_k is along the rows.
-    """
-    dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
-    if not x.shape[0]:
-        return x.new_zeros(experts, dy.shape[1], x.shape[1])
-    workspace = local_workspace_of(x.device)
-    return launch_cached(
-        workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
-        lambda *of: _prepare_gradient(workspace, *of, experts, config),  # type: ignore[call-arg]
-    )[0]
-
-
-def compile_gradient(
-    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: "GroupGemmConfig | None",
-) -> None:
-    """Compile the kernel that ``weight_gradient`` would launch for the same operands into Triton's cache."""
-    if x.device.type == "cpu":
-        return  # interpreted
-    operands = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x), splits
-    args, constants, _ = _gradient_arguments(*operands, x.new_empty(experts, dy.shape[1], x.shape[1]), config)
-    group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def _prepare_gradient(workspace, dy, x, splits, experts, config):
-    dw = output_spec(x, experts, dy.shape[1], x.shape[1])
-    args, constants, tiles = _gradient_arguments(dy, x, splits, dw, config)
-    grid = (experts * tiles.count(dy.shape[1], x.shape[1]),)
-    return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, (dy, x, splits), [dw], [])
-
-
-def _gradient_arguments(dy, x, splits, dw, config):
-    rows, (experts, n, k) = dy.shape[0], dw.shape
-    tiles = config.tiles if config is not None else None
-    tiles = tiles or weight_tiles(rows // experts, n, k, x.dtype, x.device)
-    use_tma = gpu.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
-    of_dy = of_x = (None, None)
-    dw_desc = None
-    if use_tma:
-        of_dy, of_x = _row_blocks(dy, tiles, tiles.block_m), _row_blocks(x, tiles, tiles.block_n)
-        dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
-    args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
-    constants = {
-        "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
-        "ALIGNED": gemm_operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": gemm_operands.dot_precision(x.dtype),
-        **tiles.options(),
-    }
-    return args, constants, tiles
-
-
-def _row_blocks(rows, tiles, columns):
-    """Return descriptors of rows [R, width] for the main loop of a gradient, and for the last rows of a group."""
-    strides = [rows.shape[1], 1]
-    return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
 
 
 def swiglu(pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Tensor:

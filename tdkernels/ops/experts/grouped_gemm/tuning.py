@@ -22,7 +22,7 @@ from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
-from tdkernels.ops.experts.grouped_gemm import dispatch, launch, op
+from tdkernels.ops.experts.grouped_gemm import dispatch, launch, launch_weights, op
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
@@ -92,14 +92,14 @@ class GroupGemmTunable(ConfigTunable):
     def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
-            return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
+            return launch_weights.default_config(rows, n, k, experts, problem.torch_dtype, device)
         config = grouped_gemm_config.default_config(rows, n, k, experts, problem.torch_dtype, device)
         return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernel supports a problem with ``warp_specialize``."""
         _, n, k, _ = problem.shape
-        if problem.layout in (DW, "swiglu_interleaved") or problem.layout == KN and k % LARGE.block_k:
+        if problem.layout == "swiglu_interleaved" or problem.layout == KN and k % LARGE.block_k:
             return False
         return suits(LARGE, n, k, problem.torch_dtype, device)
 
@@ -192,7 +192,7 @@ class GroupGemmTunable(ConfigTunable):
 
     def compile(self, operands: Any, problem: "Problem", config: Any) -> None:
         if problem.layout == DW:
-            return launch.compile_gradient(*operands, problem.shape[3], config)  # type: ignore[call-arg]
+            return launch_weights.compile(*operands, problem.shape[3], config)  # type: ignore[call-arg]
         launch.compile(*operands, activation_of(problem), config)  # type: ignore[call-arg]
 
 

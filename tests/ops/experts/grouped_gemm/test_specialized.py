@@ -104,7 +104,7 @@ def test_default_config(fake_hopper, rows, n, k, groups, dtype, specialized):
 
 @pytest.mark.parametrize("layout, k, specialized", [
     ("none", 2056, True), ("swiglu", 2048, True), ("swiglu_interleaved", 2048, False), ("kn", 2048, True),
-    ("kn", 2056, False), ("dw", 2048, False),
+    ("kn", 2056, False), ("dw", 2048, True),
 ])
 def test_candidates_of_the_tuner(fake_hopper, monkeypatch, layout, k, specialized):
     """The default and the candidates have ``warp_specialize`` only for problems that the kernel supports."""

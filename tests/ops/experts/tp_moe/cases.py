@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
-from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
+from tdkernels.ops.experts.grouped_gemm import launch_weights
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
 from tdkernels.ops.experts.tp_moe import steps
@@ -150,7 +150,7 @@ def computes_only_required_gradients():
             mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as ag,
             mock.patch.object(tp_moe_launch_gemm_rs, "launch", wraps=tp_moe_launch_gemm_rs.launch) as rs,
             mock.patch.object(AsyncAllGather, "start", wraps=AsyncAllGather.start) as gather,
-            mock.patch.object(grouped_launch, "weight_gradient", wraps=grouped_launch.weight_gradient) as wgrad,
+            mock.patch.object(launch_weights, "weight_gradient", wraps=launch_weights.weight_gradient) as wgrad,
         ):
             results = layer.run(wanted=(name,))
         assert set(results) == {"y", f"d{name}"}

@@ -1,0 +1,158 @@
+"""Launch the kernels of the weight gradient of group_gemm, or compile them ahead of time."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.lang.tested_versions import triton_is_tested
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.specialized import launch as specialized
+from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES, Tiles, default_tiles
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.kernel import group_gemm_weights_kernel
+from tdkernels.ops.experts.grouped_gemm.launch_specialized import LEAST_EXPERTS, MOST_EXPERTS
+from tdkernels.rounding import next_power_of_2
+from tdkernels.runtime import gpu
+from tdkernels.runtime.gluon import descriptor, optional_kernel
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
+
+# The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the tensor cores. A group with at least
+# _LONG_GROUP rows gets larger tiles. Warp specialization was not measured with fewer than _LEAST_GROUP rows.
+_LAST_R = 16
+_LONG_GROUP, _LEAST_GROUP = 4096, 128
+_STEP = STEP_BYTES // 2  # rows of a step of the warp-specialized kernel
+
+
+def default_config(
+    rows: int, n: int, k: int, experts: int, dtype: torch.dtype, device: torch.device
+) -> GroupGemmConfig:
+    """Return the heuristic config of a weight gradient [experts, n, k] for ``rows`` rows in all.
+
+    In the portable kernel most groups are short. Their tile is small enough for three programs per multiprocessor, so
+    that the others compute while one starts or stores. Long groups get a larger tile, which loads less data.
+    """
+    has_waves = device.type == "cuda" and experts * LARGE.count(n, k) > gpu.num_sms(device)
+    if has_waves and rows >= experts * _LEAST_GROUP and suits(LARGE, n, k, dtype, device):
+        return GroupGemmConfig(tiles=LARGE, warp_specialize=True)
+    if not gpu.has_tma(device) or dtype.itemsize != 2:
+        tiles = default_tiles(n, k, dtype, device)
+    elif rows // experts >= _LONG_GROUP:
+        tiles = Tiles(128, 256, 64, num_warps=8, num_stages=4)
+    else:
+        tiles = Tiles(128, 128, 32, num_warps=4, num_stages=3)
+    return GroupGemmConfig(tiles=tiles)
+
+
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: GroupGemmConfig | None = None,
+) -> torch.Tensor:
+    """Launch the weight gradient and return dw [E, N, K] for dy [R, N] and x [R, K].
+
+    In the tiles of the config block_m and block_n are along N and K, and block_k is along the rows.
+    """
+    dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
+    if not x.shape[0]:
+        return x.new_zeros(experts, dy.shape[1], x.shape[1])
+    workspace = local_workspace_of(x.device)
+    return launch_cached(
+        workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
+        lambda *of: _prepare(workspace, *of, experts, config),  # type: ignore[call-arg]
+    )[0]
+
+
+def compile(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: GroupGemmConfig | None,
+) -> None:
+    """Compile the kernel that ``weight_gradient`` would launch for the same operands into Triton's cache."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
+    dw, config = x.new_empty(experts, dy.shape[1], x.shape[1]), _config_for(dy, x, experts, config)
+    tiles: Any = config.tiles
+    if specializes(dy, x, experts, config):
+        counter = splits.new_empty(1, dtype=torch.int32)
+        args, constants = specialized_arguments(dy, x, splits, counter, dw, tiles.group_m)
+        specialized_kernel().warmup(*args, grid=(1,), **constants)
+        return
+    args, constants = _arguments(dy, x, splits, dw, tiles)
+    group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _config_for(dy, x, experts, config):
+    """Return the config with tiles."""
+    if config is not None and config.tiles is not None:
+        return config
+    default = default_config(x.shape[0], dy.shape[1], x.shape[1], experts, x.dtype, x.device)
+    return default if config is None else replace(config, tiles=default.tiles)
+
+
+def _prepare(workspace, dy, x, splits, experts, config):
+    n, k = dy.shape[1], x.shape[1]
+    dw, config = output_spec(x, experts, n, k), _config_for(dy, x, experts, config)
+    operands, tiles = (dy, x, splits), config.tiles
+    if specializes(dy, x, experts, config):
+        counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
+        args, constants = specialized_arguments(dy, x, splits, counter, dw, tiles.group_m)
+        grid = (min(experts * tiles.count(n, k), gpu.available_sms(x.device)),)
+        return Launch(workspace, specialized_kernel(), grid, args, constants, operands, [dw, counter], [])
+    args, constants = _arguments(dy, x, splits, dw, tiles)
+    grid = (experts * tiles.count(n, k),)
+    return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, operands, [dw], [])
+
+
+def _arguments(dy, x, splits, dw, tiles):
+    rows, (experts, n, k) = dy.shape[0], dw.shape
+    use_tma = gpu.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
+    of_dy = of_x = (None, None)
+    dw_desc = None
+    if use_tma:
+        of_dy, of_x = _row_blocks(dy, tiles, tiles.block_m), _row_blocks(x, tiles, tiles.block_n)
+        dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
+    args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
+    constants = {
+        "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
+        "ALIGNED": gemm_operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": gemm_operands.dot_precision(x.dtype),
+        **tiles.options(),
+    }
+    return args, constants
+
+
+def _row_blocks(rows, tiles, columns):
+    """Return descriptors of rows [R, width] for the main loop of a gradient, and for the last rows of a group."""
+    strides = [rows.shape[1], 1]
+    return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
+
+
+# ---- warp-specialized kernel ----
+
+
+@optional_kernel("group_gemm: the warp-specialized kernel of the weight gradient")
+def specialized_kernel() -> Any:
+    from tdkernels.ops.experts.grouped_gemm.specialized.kernel_weights import group_gemm_weights_specialized_kernel
+
+    return group_gemm_weights_specialized_kernel
+
+
+def specializes(dy: torch.Tensor, x: torch.Tensor, experts: int, config: GroupGemmConfig) -> bool:
+    """Return whether the warp-specialized kernel computes the gradient for dy [R, N] and x [R, K]."""
+    if not specialized.is_enabled(config) or config.tiles.block_k != _STEP:  # type: ignore[union-attr]
+        return False
+    if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or dy.shape[1] % 8 or x.shape[1] % 8:
+        return False
+    return experts <= MOST_EXPERTS and triton_is_tested() and specialized_kernel() is not None
+
+
+def specialized_arguments(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, counter: torch.Tensor, dw: torch.Tensor, group_m: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (arguments, constants) of the warp-specialized kernel. ``counter`` is an int32 zero."""
+    (rows, k), (experts, n, _) = x.shape, dw.shape
+    block_m, block_n = SPECIALIZED_TILE
+    dy_desc = descriptor(dy, [1, rows, n], [rows * n, n, 1], [1, _STEP, block_m // 2])
+    x_desc = descriptor(x, [rows, k], [k, 1], [_STEP, block_n // 2])
+    dw_desc = descriptor(dw, [experts, n, k], [n * k, k, 1], [1, block_m // 2, block_n // 2])
+    args = dy_desc, x_desc, splits, counter, dw_desc, experts, rows, n, k, group_m
+    return args, {"EXPERTS": max(next_power_of_2(experts), LEAST_EXPERTS), "num_warps": 4}

@@ -1,0 +1,177 @@
+"""The partitions of ``group_gemm_weights_specialized_kernel``.
+
+A step has STEP rows of a group. The last step may also have rows of the next group, or rows of no group, which may be
+NaN. The warp that loads sets them to zero in shared memory, in both operands, before it passes on the step. Meanwhile
+the tensor cores have the steps before. A group without rows has one step of zeros.
+
+Arguments of several functions:
+
+    splits   (pointer to the splits, number of experts, rows of dy and x)
+    problem  (tile rows, tile columns, group_m)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
+from tdkernels.ops.common.gemm_tile import swizzle
+from tdkernels.ops.common.specialized.layout import (
+    BLOCK_M,
+    BLOCK_N,
+    FULL,
+    HALF_M,
+    HALF_N,
+    NO_HALVES,
+    NO_ITEM,
+    ONE_WARP,
+    OUT_FREE,
+    OUT_FULL,
+    STEP_BYTES,
+    read_item,
+)
+from tdkernels.ops.common.specialized.load import await_stage, begin_item, end_items, load_weight
+from tdkernels.ops.common.specialized.multiply import multiply_partition
+from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
+from tdkernels.ops.common.specialized.store import store_half
+
+STEP = gl.constexpr(HALF_M.value)  # rows; STEP_BYTES of 16-bit elements
+LAST = gl.constexpr(10)  # barrier: the last step of a group, with fewer than STEP rows, has arrived
+_ROWS = gl.constexpr(8)  # that are set to zero at a time
+
+
+@gluon.jit
+def _place_of(tile, problem):
+    """Return (expert, tile row, tile column)."""
+    tiles_m, tiles_n, group_m = problem
+    expert = tile // (tiles_m * tiles_n)
+    pid_m, pid_n = swizzle(tile % (tiles_m * tiles_n), tiles_m, tiles_n, group_m)
+    return expert, pid_m, pid_n
+
+
+# ---- load ----
+
+
+@gluon.jit
+def _rows_of_groups(splits, EXPERTS: gl.constexpr):
+    """Return (experts, rows of each group as ``tile.rows_of_groups`` does), [EXPERTS], in a partition of one warp."""
+    splits_ptr, num_experts, R = splits
+    experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
+    given = gl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(gl.int64)
+    return experts, gl.minimum(gl.maximum(given, 0), R)
+
+
+@gluon.jit
+def _group_of(expert, groups, R):
+    """Return (begin, end) of the rows of a group, as ``tile.group_of``."""
+    experts, rows = groups
+    begin = gl.sum(gl.where(experts < expert, rows, 0), 0)
+    end = begin + gl.sum(gl.where(experts == expert, rows, 0), 0)
+    return gl.minimum(begin, R).to(gl.int32), gl.minimum(end, R).to(gl.int32)
+
+
+@gluon.jit
+def _load_step(operands, memory, stage, full, row, place):
+    """Load the STEP rows from ``row`` on of both operands. Their bytes arrive at the barrier ``full``."""
+    dy_desc, x_desc = operands
+    _, pid_m, pid_n = place
+    mbarrier.expect(full, (BLOCK_M + BLOCK_N) * STEP_BYTES)
+    for part in gl.static_range(2):
+        block = memory[0].index(2 * stage + part)._reinterpret(dy_desc.dtype, dy_desc.block_type.shape, dy_desc.layout)
+        tma.async_copy_global_to_shared(dy_desc, [0, row, pid_m * BLOCK_M + part * HALF_M], full, block)
+    col = pid_n * BLOCK_N
+    load_weight(x_desc, row, col, full, memory, stage, 0, True, True)
+    load_weight(x_desc, row, col + HALF_N, full, memory, stage, 1, True, True)
+
+
+@gluon.jit
+def _keep_rows(block, first: gl.constexpr, count):
+    """Set the rows from ``count`` on to zero, among _ROWS rows of a block in shared memory from ``first`` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    part = block.slice(first, _ROWS, 0)
+    rows = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    values = part.load(layout)
+    part.store(gl.where((rows < count)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _load_last_step(operands, memory, bars, row, place, count, turn, number):
+    """Load a step of which only ``count`` rows belong to the group, and set the others to zero.
+
+    number: number of such steps before
+    """
+    stage = await_stage(bars, turn)
+    last = bars.index(LAST)
+    _load_step(operands, memory, stage, last, row, place)
+    mbarrier.wait(last, number & 1)
+    for first in gl.static_range(0, STEP, _ROWS):
+        if first + _ROWS > count:
+            for part in gl.static_range(2):
+                _keep_rows(memory[0].index(2 * stage + part).permute((1, 0)), first, count)
+            _keep_rows(memory[1].index(stage), first, count)
+    fence_async_shared()
+    partition_barrier()
+    mbarrier.arrive(bars.index(FULL + stage), count=1)
+
+
+@gluon.jit
+def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem, num_tiles, EXPERTS: gl.constexpr):
+    """Fetch tiles, and load their operands.
+
+    operands: descriptors of dy [1, R, N] for [1, STEP, HALF_M] elements and of x [R, K] for [STEP, HALF_N]
+    counter_ptr: number of tiles that have been fetched, initially zero
+    """
+    groups = _rows_of_groups(splits, EXPERTS)
+    turn = 0
+    number = 0  # steps with fewer than STEP rows so far
+    tile = item_of_warp(request_number(counter_ptr))
+    while tile < num_tiles:
+        place = _place_of(tile, problem)
+        expert, pid_m, pid_n = place
+        begin, end = _group_of(expert, groups, splits[2])
+        steps = gl.maximum((end - begin + STEP - 1) // STEP, 1)
+        begin_item(memory, bars, tile, (pid_m, pid_n, expert), turn, span=(0, steps, 0))
+        answer = request_number(counter_ptr)
+        whole = begin + (end - begin) // STEP * STEP
+        for row in range(begin, whole, STEP):
+            stage = await_stage(bars, turn)
+            _load_step(operands, memory, stage, bars.index(FULL + stage), row, place)
+            turn += 1
+        if (whole < end) | (begin == end):
+            _load_last_step(operands, memory, bars, whole, place, end - whole, turn, number)
+            turn += 1
+            number += 1
+        tile = item_of_warp(answer)
+    end_items(memory, bars, turn)
+
+
+# ---- multiply ----
+
+
+@gluon.jit
+def multiply_weights(memory, bars, WHICH: gl.constexpr):
+    """``multiply_partition`` for whole tiles, each with a number of steps of its own."""
+    multiply_partition(memory, bars, None, None, WHICH, NO_HALVES, True, no_epilogue, pass_halves, 2)
+
+
+# ---- store ----
+
+
+@gluon.jit
+def store_weights_partition(memory, bars, dw_desc, problem):
+    """Store tiles. dw_desc: descriptor of dw [experts, N, K] for [1, HALF_M, HALF_N] elements"""
+    out, sent = memory[2], memory[4]
+    number = 0  # halves of tiles so far
+    mbarrier.wait(bars.index(OUT_FULL), 0)
+    item = read_item(sent.index(0), ONE_WARP)
+    while item != NO_ITEM:
+        expert, pid_m, pid_n = _place_of(item, problem)
+        for side in gl.static_range(2):
+            if side > 0:
+                mbarrier.wait(bars.index(OUT_FULL), number & 1)
+            store_half(dw_desc, out, expert, pid_m * BLOCK_M, pid_n * BLOCK_N + side * HALF_N)
+            tma.store_wait(0)
+            mbarrier.arrive(bars.index(OUT_FREE), count=1)
+            number += 1
+        mbarrier.wait(bars.index(OUT_FULL), number & 1)
+        item = read_item(sent.index(0), ONE_WARP)

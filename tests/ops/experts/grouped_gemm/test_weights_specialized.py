@@ -1,0 +1,71 @@
+"""The warp-specialized kernel of the weight gradient of group_gemm, on Hopper; its config on other devices."""
+
+import pytest
+import torch
+
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.experts.grouped_gemm import launch_weights
+from tdkernels.runtime import gpu
+from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
+from tests.ops.experts.grouped_gemm import weights_specialized_cases as cases
+from tests.support.ranks import on_ranks
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_values(dtype):
+    on_ranks(1, cases.computes, dtype, [(272, 72), (512, 1024), (16, 8), (784, 200)])
+
+
+@on_hopper
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_other_groups(value):
+    on_ranks(1, cases.keeps_groups_apart, value)
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [[1], [300], [7, 0, 20], [64], [0, 1]], ids=str)
+def test_few_rows(splits):
+    on_ranks(1, cases.computes_few_rows, splits)
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [[200, 100, 3], [-5, 70, 0, 71], [1 << 40, 1], [0, 0]], ids=str)
+def test_invalid_splits(splits):
+    on_ranks(1, cases.cuts_off_splits, splits)
+
+
+@on_hopper
+def test_graph():
+    on_ranks(1, cases.replays_in_a_graph)
+
+
+@on_hopper
+@pytest.mark.parametrize("n, k", [(132, 64), (64, 132)])
+def test_unsupported_operands(n, k):
+    on_ranks(1, cases.falls_back, n, k, BF16)
+
+
+@on_hopper
+def test_default():
+    on_ranks(1, cases.is_the_default)
+
+
+@pytest.mark.parametrize("rows, n, k, experts, dtype, specialized", [
+    (32768, 8192, 4096, 32, BF16, True), (12288, 1408, 2048, 64, FP16, True), (8192, 8192, 8192, 1, BF16, True),
+    (12288, 1408, 2048, 64, torch.float32, False), (12288, 1400, 2048, 64, BF16, False),  # N % 16 > 0
+    (12288, 512, 512, 16, BF16, False), (8192, 1408, 2048, 65, BF16, False),  # 128 tiles; 126 rows
+])
+def test_default_config(monkeypatch, rows, n, k, experts, dtype, specialized):
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "has_tma", lambda device: True)
+    config = launch_weights.default_config(rows, n, k, experts, dtype, torch.device("cuda", 0))
+    assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="for other devices")
+def test_other_devices():
+    on_ranks(1, cases.falls_back, 24, 40, BF16)
