@@ -15,6 +15,7 @@ from tests.compiled.specialized import (
     gemm_ar_launch,
     gemm_rs_launch,
     group_gemm_launch,
+    group_gemm_weights_launch,
     moe_ag_gemm_launch,
     moe_gemm_rs_launch,
 )
@@ -383,3 +384,10 @@ def test_portable_kernel_with_slices(arch):
     assert counts[0] == counts[1] > 0 and one.metadata.shared == several.metadata.shared
     waits = [compiled.asm["ptx"].count("SPIN:") for compiled in (one, several)]
     assert waits[1] == 3 * waits[0]  # the compiler peels iterations, so there are several copies of the loop
+
+
+@pytest.mark.parametrize("experts, dtype", [(64, BF16), pytest.param(1024, FP16, marks=thorough)], ids=str)
+def test_group_gemm_weights(experts, dtype):
+    compiled = compile_for(*group_gemm_weights_launch(experts, dtype), "sm_90")
+    check(compiled, [256], 32)
+    check_barriers(compiled)

@@ -86,7 +86,7 @@ class Weight:
         return self
 
     def slice(self, first, size, dim):
-        assert first % HALF_N == 0 and size == HALF_N and dim == 0
+        assert first % HALF_N == 0 and size == HALF_N and dim in (0, 1)
         return self.halves[first // HALF_N]
 
 

@@ -24,8 +24,9 @@ class GroupGemmConfig:
             without "swiglu_interleaved". Tiles are 128 x 256 x 64 for 16-bit operands. For weights that are stored as
             [K, N], K must be a multiple of 64. For fp8 operands tiles are 128 x 256 x 128, outputs have 16 bits, and
             with block-wise scales and "swiglu" N / 2 is a multiple of 128. Without fast accumulation there are at most
-            512 experts, with it both operands have one format. ``num_warps`` and ``num_stages`` are not used then.
-            Otherwise the same config runs without it. Results are the same.
+            512 experts, with it both operands have one format. The weight gradient needs 16-bit operands and N and K
+            that are multiples of 8. ``num_warps`` and ``num_stages`` are not used then. Otherwise the same config runs
+            without it. Results are the same.
     """
 
     method: str = "fused"

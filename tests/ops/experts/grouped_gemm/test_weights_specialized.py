@@ -6,8 +6,12 @@ import torch
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.experts.grouped_gemm import launch_weights
 from tdkernels.runtime import gpu
+from tests.ops.dense.specialized_protocol import source_of
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
+from tests.ops.dense.test_specialized_protocol import EARLY, OF_ALL, SEEDS
 from tests.ops.experts.grouped_gemm import weights_specialized_cases as cases
+from tests.ops.experts.grouped_gemm.weights_specialized_run import WeightsRun
+from tests.support.mutants import check_found
 from tests.support.ranks import on_ranks
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -69,3 +73,34 @@ def test_default_config(monkeypatch, rows, n, k, experts, dtype, specialized):
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")
 def test_other_devices():
     on_ranks(1, cases.falls_back, 24, 40, BF16)
+
+
+# ---- the barriers, on the CPU and in random order ----
+
+
+@pytest.mark.parametrize("items", [0, 1, 2, 5, 9])
+def test_in_any_order(items):
+    for seed in range(SEEDS):
+        WeightsRun(seed, items)()
+
+
+_ZERO = "    fence_async_shared()\n    partition_barrier()\n    mbarrier.arrive(bars.index(FULL + stage), count=1)\n"
+_ARRIVE = "    mbarrier.arrive(bars.index(OUT_FULL), count=1)\n    return"
+MUTANTS = OF_ALL | {
+    "a store is not fenced": ("    fence_async_shared()\n" + _ARRIVE, _ARRIVE),
+    EARLY: ("            tma.store_wait(0)\n", ""),
+    "the last rows are not waited for": ("    mbarrier.wait(last, number & 1)\n", ""),
+    "a wait for the last rows is one of the step before": ("            number += 1\n        tile", "        tile"),
+    "zeros are not fenced": (_ZERO, _ZERO.replace("    fence_async_shared()\n", "")),
+    "some rows are not set to zero": ("        if first + _ROWS > count:\n", "        if first >= count:\n"),
+    "x is not set to zero": ("            _keep_rows(memory[1].index(stage), first, count)\n", ""),
+    "the last step arrives before its zeros": ("row, place)\n    mbarrier.wait(last", (
+        "row, place)\n    mbarrier.arrive(bars.index(FULL + stage), count=1)\n    mbarrier.wait(last"
+    )),
+    "a group without rows has no step": ("gl.maximum((end - begin + STEP - 1) // STEP, 1)", "(end - begin) // STEP"),
+    "whole groups have a further step": ("(whole < end) | (begin == end)", "whole <= end"),
+}
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_errors_are_found(mutant):
+    check_found(lambda seed, source: WeightsRun(seed, 6, source), source_of(*WeightsRun.partitions), MUTANTS[mutant])

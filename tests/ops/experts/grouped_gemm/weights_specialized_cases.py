@@ -62,9 +62,9 @@ def computes(dtype, shapes):
         dy, x = (torch.split(rows[: sum(splits)].double(), splits) for rows in given[:2])
         expected = torch.stack([of_dy.T @ of_x for of_dy, of_x in zip(dy, x, strict=True)])
         largest = torch.stack([of_dy.abs().T @ of_x.abs() for of_dy, of_x in zip(dy, x, strict=True)])
-        eps = torch.finfo(dtype).eps
+        eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
         # Tensor cores cut off the terms of a sum of 16 products, at most at 2**-22 of the largest sum so far.
-        allowed = eps * expected.abs() + cdiv(max(splits), 16) * 2**-22 * largest
+        allowed = eps * (expected.abs() + least) + cdiv(max(splits), 16) * 2**-22 * largest
         assert ((found.double() - expected).abs() <= allowed).all(), (n, k)
 
 

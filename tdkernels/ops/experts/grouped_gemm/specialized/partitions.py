@@ -44,8 +44,8 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _groups_of(splits, tiles_n, EXPERTS: gl.constexpr):
-    """Return (ends of the rows, ends of the tiles) of all groups, int32 [EXPERTS], in a partition of one warp.
+def rows_of_groups(splits, EXPERTS: gl.constexpr):
+    """Return (number of rows, sum up to this group) of all groups, int64 [EXPERTS], in a partition of one warp.
 
     The rows are those of ``tile.rows_of_groups``, whose tensors have no layout.
     """
@@ -53,7 +53,14 @@ def _groups_of(splits, tiles_n, EXPERTS: gl.constexpr):
     experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
     given = gl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(gl.int64)
     rows = gl.minimum(gl.maximum(given, 0), R)
-    ends = gl.associative_scan(rows, 0, _sum)
+    return rows, gl.associative_scan(rows, 0, _sum)
+
+
+@gluon.jit
+def _groups_of(splits, tiles_n, EXPERTS: gl.constexpr):
+    """Return (ends of the rows, ends of the tiles) of all groups, int32 [EXPERTS], in a partition of one warp."""
+    R = splits[2]
+    rows, ends = rows_of_groups(splits, EXPERTS)
     begins = gl.minimum(ends - rows, R).to(gl.int32)
     ends = gl.minimum(ends, R).to(gl.int32)
     tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M * tiles_n

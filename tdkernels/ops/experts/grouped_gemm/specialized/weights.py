@@ -34,8 +34,9 @@ from tdkernels.ops.common.specialized.load import await_stage, begin_item, end_i
 from tdkernels.ops.common.specialized.multiply import multiply_partition
 from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.common.specialized.store import store_half
+from tdkernels.ops.experts.grouped_gemm.specialized.partitions import rows_of_groups
 
-STEP = gl.constexpr(HALF_M.value)  # rows; STEP_BYTES of 16-bit elements
+STEP = HALF_M  # rows: as many as STEP_BYTES have elements
 LAST = gl.constexpr(10)  # barrier: the last step of a group, with fewer than STEP rows, has arrived
 _ROWS = gl.constexpr(8)  # that are set to zero at a time
 
@@ -53,21 +54,18 @@ def _place_of(tile, problem):
 
 
 @gluon.jit
-def _rows_of_groups(splits, EXPERTS: gl.constexpr):
-    """Return (experts, rows of each group as ``tile.rows_of_groups`` does), [EXPERTS], in a partition of one warp."""
-    splits_ptr, num_experts, R = splits
-    experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
-    given = gl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(gl.int64)
-    return experts, gl.minimum(gl.maximum(given, 0), R)
+def _ends_of_groups(splits, EXPERTS: gl.constexpr):
+    """Return the end of the rows of each group, int32 [EXPERTS], in a partition of one warp."""
+    _, ends = rows_of_groups(splits, EXPERTS)
+    return gl.minimum(ends, splits[2]).to(gl.int32)
 
 
 @gluon.jit
-def _group_of(expert, groups, R):
-    """Return (begin, end) of the rows of a group, as ``tile.group_of``."""
-    experts, rows = groups
-    begin = gl.sum(gl.where(experts < expert, rows, 0), 0)
-    end = begin + gl.sum(gl.where(experts == expert, rows, 0), 0)
-    return gl.minimum(begin, R).to(gl.int32), gl.minimum(end, R).to(gl.int32)
+def _group_of(expert, ends, EXPERTS: gl.constexpr):
+    """Return (begin, end) of the rows of a group."""
+    experts = gl.arange(0, EXPERTS, layout=ONE_WARP)
+    begin = gl.max(gl.where(experts < expert, ends, 0), 0)
+    return begin, gl.max(gl.where(experts <= expert, ends, 0), 0)
 
 
 @gluon.jit
@@ -121,14 +119,14 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
     operands: descriptors of dy [1, R, N] for [1, STEP, HALF_M] elements and of x [R, K] for [STEP, HALF_N]
     counter_ptr: number of tiles that have been fetched, initially zero
     """
-    groups = _rows_of_groups(splits, EXPERTS)
+    ends = _ends_of_groups(splits, EXPERTS)
     turn = 0
     number = 0  # steps with fewer than STEP rows so far
     tile = item_of_warp(request_number(counter_ptr))
     while tile < num_tiles:
         place = _place_of(tile, problem)
         expert, pid_m, pid_n = place
-        begin, end = _group_of(expert, groups, splits[2])
+        begin, end = _group_of(expert, ends, EXPERTS)
         steps = gl.maximum((end - begin + STEP - 1) // STEP, 1)
         begin_item(memory, bars, tile, (pid_m, pid_n, expert), turn, span=(0, steps, 0))
         answer = request_number(counter_ptr)
