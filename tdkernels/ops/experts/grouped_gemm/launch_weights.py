@@ -29,21 +29,24 @@ _STEP = STEP_BYTES // 2  # rows of a step of the warp-specialized kernel
 def default_config(
     rows: int, n: int, k: int, experts: int, dtype: torch.dtype, device: torch.device
 ) -> GroupGemmConfig:
-    """Return the heuristic config of a weight gradient [experts, n, k] for ``rows`` rows in all.
-
-    In the portable kernel most groups are short. Their tile is small enough for three programs per multiprocessor, so
-    that the others compute while one starts or stores. Long groups get a larger tile, which loads less data.
-    """
+    """Return the heuristic config of a weight gradient [experts, n, k] for ``rows`` rows in all."""
     has_waves = device.type == "cuda" and experts * LARGE.count(n, k) > gpu.num_sms(device)
     if has_waves and rows >= experts * _LEAST_GROUP and suits(LARGE, n, k, dtype, device):
         return GroupGemmConfig(tiles=LARGE, warp_specialize=True)
+    return GroupGemmConfig(tiles=_portable_tiles(rows // experts, n, k, dtype, device))
+
+
+def _portable_tiles(rows, n, k, dtype, device):
+    """Return the default tile of the portable kernel for groups of ``rows`` rows.
+
+    Most groups are short. Their tile is small enough for three programs per multiprocessor, so that the others compute
+    while one starts or stores. Long groups get a larger tile, which loads less data.
+    """
     if not gpu.has_tma(device) or dtype.itemsize != 2:
-        tiles = default_tiles(n, k, dtype, device)
-    elif rows // experts >= _LONG_GROUP:
-        tiles = Tiles(128, 256, 64, num_warps=8, num_stages=4)
-    else:
-        tiles = Tiles(128, 128, 32, num_warps=4, num_stages=3)
-    return GroupGemmConfig(tiles=tiles)
+        return default_tiles(n, k, dtype, device)
+    if rows >= _LONG_GROUP:
+        return Tiles(128, 256, 64, num_warps=8, num_stages=4)
+    return Tiles(128, 128, 32, num_warps=4, num_stages=3)
 
 
 def weight_gradient(
@@ -81,12 +84,22 @@ def compile(
     group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def _config_for(dy, x, experts, config):
-    """Return the config with tiles."""
-    if config is not None and config.tiles is not None:
+def completed(
+    config: GroupGemmConfig | None, rows: int, n: int, k: int, experts: int, dtype: torch.dtype, device: torch.device
+) -> GroupGemmConfig:
+    """Return the config with tiles, or ``default_config`` if it is None."""
+    default = default_config(rows, n, k, experts, dtype, device)
+    if config is None:
+        return default
+    if config.tiles is not None:
         return config
-    default = default_config(x.shape[0], dy.shape[1], x.shape[1], experts, x.dtype, x.device)
-    return default if config is None else replace(config, tiles=default.tiles)
+    specializes = config.warp_specialize and default.warp_specialize
+    tiles = default.tiles if specializes else _portable_tiles(rows // experts, n, k, dtype, device)
+    return replace(config, tiles=tiles)
+
+
+def _config_for(dy, x, experts, config):
+    return completed(config, x.shape[0], dy.shape[1], x.shape[1], experts, x.dtype, x.device)
 
 
 def _prepare(workspace, dy, x, splits, experts, config):

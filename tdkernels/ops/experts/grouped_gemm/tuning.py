@@ -87,6 +87,9 @@ class GroupGemmTunable(ConfigTunable):
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
+        if problem.layout == DW:
+            rows, n, k, experts = problem.shape
+            return launch_weights.completed(config, rows, n, k, experts, problem.torch_dtype, device)
         return replace(config, tiles=self.default(problem, device).tiles)
 
     def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:

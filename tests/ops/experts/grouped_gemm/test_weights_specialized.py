@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tdkernels import GroupGemmConfig
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.experts.grouped_gemm import launch_weights
 from tdkernels.runtime import gpu
@@ -66,8 +67,14 @@ def test_default_config(monkeypatch, rows, n, k, experts, dtype, specialized):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "has_tma", lambda device: True)
-    config = launch_weights.default_config(rows, n, k, experts, dtype, torch.device("cuda", 0))
+    problem = rows, n, k, experts, dtype, torch.device("cuda", 0)
+    config = launch_weights.default_config(*problem)
     assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+    for flag in (False, True):
+        config = launch_weights.completed(GroupGemmConfig(warp_specialize=flag), *problem)
+        is_large = flag and specialized or rows // experts >= 4096
+        assert config.warp_specialize == flag and (config.tiles == LARGE) == is_large
+    assert launch_weights.completed(GroupGemmConfig(tiles=LARGE), *problem) == GroupGemmConfig(tiles=LARGE)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="for other devices")
