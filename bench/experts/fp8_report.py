@@ -11,8 +11,8 @@ first, against the layer in fp32.
 
 - **unfused** is NCCL, torch's grouped GEMM and permutes in bf16, **bf16** the operator with weights in bf16.
 - **block** and **row** have weights in fp8, with a scale for each 128 × 128 elements or for each output channel. Rows
-  are quantized before each GEMM. **fast** is with `use_fast_accum=True`. **portable** is without
-  warp specialization, `MoeTpConfig()`. With **sent**, tokens are also sent in fp8.
+  are quantized before each GEMM. **fast** is with `use_fast_accum=True`. **portable** is without warp specialization,
+  `MoeTpConfig()`. With **sent**, tokens are also sent in fp8.
 - **x bf16** is the speedup of the fastest of them over bf16.
 
 Rows are written by `python -m bench.experts.fp8_layers`.
