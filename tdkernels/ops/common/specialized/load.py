@@ -62,7 +62,7 @@ def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP,
     """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``.
 
     LAYOUT: layout of a vector in the partition that loads
-    span: with split-K (first step of K, number of steps, split) of ``split_of``
+    span: (first step of K, number of steps, split) of ``split_of``, or (0, number of steps, 0) if items differ in it
     """
     stage = await_stage(bars, turn)
     write_item(item_word(memory, stage, 0), item, LAYOUT)

@@ -15,9 +15,9 @@ from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
 
 _BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
-LEAST_EXPERTS = 32  # a group for each lane of a warp
+_LEAST_EXPERTS = 32  # a group for each lane of a warp
 # Experts for whose groups the threads of a warp have registers; with two accumulators they have fewer.
-MOST_EXPERTS, _MOST_EXPERTS_WITH_TWO_SUMS = 1024, 512
+_MOST_EXPERTS, _MOST_EXPERTS_WITH_TWO_SUMS = 1024, 512
 
 
 @optional_kernel("group_gemm: the warp-specialized kernel")
@@ -51,10 +51,15 @@ def supports(
     return triton_is_tested() and kernel() is not None
 
 
+def experts_of_warp(experts: int) -> int:
+    """Return EXPERTS, the number of groups that the threads of a warp hold: a power of two, at least one per lane."""
+    return max(next_power_of_2(experts), _LEAST_EXPERTS)
+
+
 def has_registers(experts: int, scales: Scales | None) -> bool:
     """Return whether the threads of a warp of ``group_gemm`` have registers for the groups of all experts."""
     has_two_sums = scales is not None and specialized.promotes(scales)
-    return experts <= (_MOST_EXPERTS_WITH_TWO_SUMS if has_two_sums else MOST_EXPERTS)
+    return experts <= (_MOST_EXPERTS_WITH_TWO_SUMS if has_two_sums else _MOST_EXPERTS)
 
 
 def _supports_scaled(x, w, planes, n, scales):
@@ -81,9 +86,8 @@ def arguments(
     x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
     operands = x_desc, weight_descriptor(w, layout), *scale_pointers(scales)
     args = *operands, splits, counter, *outputs(y, pre), experts, rows, layout[1], k, config.tiles.group_m
-    experts_of_warp = max(next_power_of_2(experts), LEAST_EXPERTS)
     constants = product_constants(w, layout, scales)
-    return args, {"EXPERTS": experts_of_warp, "PAIR": layout[0] > experts, **constants}
+    return args, {"EXPERTS": experts_of_warp(experts), "PAIR": layout[0] > experts, **constants}
 
 
 def weight_descriptor(w: torch.Tensor, layout: MemoryLayout) -> Any:

@@ -13,7 +13,7 @@ from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES, Tiles, default_tiles
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.kernel import group_gemm_weights_kernel
-from tdkernels.ops.experts.grouped_gemm.launch_specialized import LEAST_EXPERTS, MOST_EXPERTS
+from tdkernels.ops.experts.grouped_gemm.launch_specialized import experts_of_warp, has_registers
 from tdkernels.rounding import next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
@@ -88,14 +88,14 @@ def completed(
     config: GroupGemmConfig | None, rows: int, n: int, k: int, experts: int, dtype: torch.dtype, device: torch.device
 ) -> GroupGemmConfig:
     """Return the config with tiles, or ``default_config`` if it is None."""
+    if config is not None and config.tiles is not None:
+        return config
     default = default_config(rows, n, k, experts, dtype, device)
     if config is None:
         return default
-    if config.tiles is not None:
-        return config
-    specializes = config.warp_specialize and default.warp_specialize
-    tiles = default.tiles if specializes else _portable_tiles(rows // experts, n, k, dtype, device)
-    return replace(config, tiles=tiles)
+    if default.warp_specialize and not config.warp_specialize:
+        return replace(config, tiles=_portable_tiles(rows // experts, n, k, dtype, device))
+    return replace(config, tiles=default.tiles)
 
 
 def _config_for(dy, x, experts, config):
@@ -155,7 +155,7 @@ def specializes(dy: torch.Tensor, x: torch.Tensor, experts: int, config: GroupGe
         return False
     if gpu.capability(x.device) != (9, 0) or x.itemsize != 2 or dy.shape[1] % 8 or x.shape[1] % 8:
         return False
-    return experts <= MOST_EXPERTS and triton_is_tested() and specialized_kernel() is not None
+    return has_registers(experts, None) and triton_is_tested() and specialized_kernel() is not None
 
 
 def specialized_arguments(
@@ -168,4 +168,4 @@ def specialized_arguments(
     x_desc = descriptor(x, [rows, k], [k, 1], [_STEP, block_n // 2])
     dw_desc = descriptor(dw, [experts, n, k], [n * k, k, 1], [1, block_m // 2, block_n // 2])
     args = dy_desc, x_desc, splits, counter, dw_desc, experts, rows, n, k, group_m
-    return args, {"EXPERTS": max(next_power_of_2(experts), LEAST_EXPERTS), "num_warps": 4}
+    return args, {"EXPERTS": experts_of_warp(experts), "num_warps": 4}

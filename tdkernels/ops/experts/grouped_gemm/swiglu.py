@@ -29,12 +29,16 @@ def swiglu_gradient(dh, gate, up):
 
 
 @td.jit
-def _columns(row, offs, I, ACTIVATION: tl.constexpr):
-    """Return the indices of columns of the gate and of up in a row of [R, 2 * I]."""
+def _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION: tl.constexpr):
+    """Load columns of a row of [R, 2 * I]. Return (gate and up in fp32, index of the gate, index of up)."""
     pre = tl.cast(row, tl.int64) * 2 * I
     if ACTIVATION == HALVES:
-        return pre + offs, pre + I + offs
-    return pre + 2 * offs, pre + 2 * offs + 1
+        at_gate, at_up = pre + offs, pre + I + offs
+    else:
+        at_gate, at_up = pre + 2 * offs, pre + 2 * offs + 1
+    gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
+    up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
+    return gate, up, at_gate, at_up
 
 
 @td.jit(do_not_specialize=["R", "num_experts"])
@@ -48,9 +52,7 @@ def swiglu_kernel(
         for first in range(0, I, BLOCK):
             offs = first + tl.arange(0, BLOCK)
             mask = offs < I
-            at_gate, at_up = _columns(row, offs, I, ACTIVATION)
-            gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
-            up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
+            gate, up, _, _ = _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
             h = td.from_float32(swiglu(gate, up), h_ptr.dtype.element_ty)
             tl.store(h_ptr + tl.cast(row, tl.int64) * I + offs, h, mask=mask)
 
@@ -66,9 +68,7 @@ def swiglu_backward_kernel(
         for first in range(0, I, BLOCK):
             offs = first + tl.arange(0, BLOCK)
             mask = offs < I
-            at_gate, at_up = _columns(row, offs, I, ACTIVATION)
-            gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
-            up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
+            gate, up, at_gate, at_up = _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
             dh = td.to_float32(tl.load(dh_ptr + tl.cast(row, tl.int64) * I + offs, mask=mask, other=0.0))
             dgate, dup = swiglu_gradient(dh, gate, up)
             tl.store(dpre_ptr + at_gate, td.from_float32(dgate, dpre_ptr.dtype.element_ty), mask=mask)

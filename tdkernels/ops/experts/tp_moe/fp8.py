@@ -89,8 +89,7 @@ def gate_up_stage(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, scale_w: torch.Tensor,
     use_fast_accum: bool, activation: str | None, group: "dist.ProcessGroup", config: MoeTpConfig,
 ) -> tuple[torch.Tensor, "MoeRouting"]:
-    """Quantize and gather the tokens x. Return the gate-up product h [R, ·] of their rows in the dtype of x, and the
-    routing."""
+    """Quantize and gather the tokens x. Return (gate-up product h [R, ·] of their rows in the dtype of x, routing)."""
     kind, is_torch = scale_kind(w, scale_w), config.method == "torch"
     codes, scale_x = quantized(x, w, kind)
     routing = routing_of("tp_moe", topk_ids, w, group, config, topk_weights, None if is_torch else scale_x)

@@ -15,12 +15,11 @@ def sums_of_dots(dots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     ``rows`` [M, k] int32 has the row of each assignment, or -1. The sum is then 0.
     """
     operands = dots.contiguous(), rows
-    return launch_cached(local_workspace_of(dots.device), ("moe_dots",), operands, lambda *of: _prepare(of))[0]
+    return launch_cached(local_workspace_of(dots.device), ("moe_dots",), operands, _prepare)[0]
 
 
-def _prepare(operands):
-    dots, rows = operands
+def _prepare(dots, rows):
     out = output_spec(rows, *rows.shape, dtype=torch.float32)
     args = dots, rows, out, rows.numel(), dots.shape[1], dots.shape[0]
     workspace, grid = local_workspace_of(dots.device), (cdiv(rows.numel(), _BLOCK),)
-    return Launch(workspace, moe_dots_kernel, grid, args, {"BLOCK": _BLOCK}, operands, [out], [])
+    return Launch(workspace, moe_dots_kernel, grid, args, {"BLOCK": _BLOCK}, (dots, rows), [out], [])

@@ -18,9 +18,7 @@ def sums(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> t
         weights: Routing weights [M, k] fp32. None: 1.
     """
     operands = y.contiguous(), rows, weights
-    return launch_cached(
-        local_workspace_of(y.device), ("moe sums", weights is None), operands, lambda *of: _prepare_sums(*of),
-    )[0]
+    return launch_cached(local_workspace_of(y.device), ("moe sums", weights is None), operands, _prepare_sums)[0]
 
 
 def _prepare_sums(y, rows, weights):
@@ -44,15 +42,13 @@ def gradients(
         weights: Routing weights [M, k] fp32.
     """
     operands = dh.contiguous(), h.contiguous(), choices, weights
-    weighted_dh, weighted_h, dots = launch_cached(
-        local_workspace_of(h.device), ("moe gradients",), operands, lambda *of: _prepare_gradients(*of),
-    )
+    workspace = local_workspace_of(h.device)
+    weighted_dh, weighted_h, dots = launch_cached(workspace, ("moe gradients",), operands, _prepare_gradients)
     return weighted_dh, weighted_h, dots
 
 
-def _prepare_gradients(*operands):
-    dh, h, choices, weights = operands
-    rows, width = h.shape
+def _prepare_gradients(dh, h, choices, weights):
+    operands, (rows, width) = (dh, h, choices, weights), h.shape
     outputs = [output_spec(h, rows, width), output_spec(h, rows, width), output_spec(h, rows, dtype=torch.float32)]
     args = *operands, *outputs, width
     constants = {"BLOCK": _block(width), "num_warps": 4}

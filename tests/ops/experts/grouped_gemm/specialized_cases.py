@@ -20,16 +20,19 @@ SPLITS = [64, 65, 63, 0, 128, 129, 127, 0, 0, 1, 300, 7]
 
 
 @contextlib.contextmanager
-def specialized(expected=True):
-    """Check that the launches of a ``with`` block, all of which are prepared there, are of the expected kernel."""
+def specialized(expected=True, launcher=launch_specialized, name="supports"):
+    """Check that the launches of a ``with`` block, all of which are prepared there, are of the expected kernel.
+
+    launcher, name: the function that says whether a launch is of the warp-specialized kernel
+    """
     kernel_launch._local_workspace_of_stream.cache_clear()
-    found = []
+    found, original = [], getattr(launcher, name)
     with pytest.MonkeyPatch.context() as patch:
-        def supports(*args, original=launch_specialized.supports):
+        def supports(*args):
             found.append(original(*args))
             return found[-1]
 
-        patch.setattr(launch_specialized, "supports", supports)
+        patch.setattr(launcher, name, supports)
         yield
     assert found and set(found) == {expected}, found
 

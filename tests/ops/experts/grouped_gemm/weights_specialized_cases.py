@@ -1,15 +1,14 @@
 """Test bodies for the warp-specialized kernel of the weight gradient; see test_weights_specialized.py."""
 
-import contextlib
+import functools
 
-import pytest
 import torch
 
 from tdkernels import GroupGemmConfig, Tiles
 from tdkernels.ops.experts.grouped_gemm import launch_weights
 from tdkernels.rounding import cdiv
-from tdkernels.runtime import kernel_launch
 from tests.ops.dense import specialized_support
+from tests.ops.experts.grouped_gemm import specialized_cases
 from tests.ops.experts.grouped_gemm.oracle import Grouped
 from tests.ops.experts.grouped_gemm.specialized_cases import SPLITS
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
@@ -19,20 +18,7 @@ from tests.support.ranks import device
 PLAIN = GroupGemmConfig(tiles=Tiles(128, 256, 64, num_warps=8, num_stages=3))
 CONFIG = GroupGemmConfig(tiles=Tiles(128, 256, 64), warp_specialize=True)
 
-
-@contextlib.contextmanager
-def specialized(expected=True):
-    """Check that the launches of a ``with`` block, all of which are prepared there, are of the expected kernel."""
-    kernel_launch._local_workspace_of_stream.cache_clear()
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        def specializes(*args, original=launch_weights.specializes):
-            found.append(original(*args))
-            return found[-1]
-
-        patch.setattr(launch_weights, "specializes", specializes)
-        yield
-    assert found and set(found) == {expected}, found
+specialized = functools.partial(specialized_cases.specialized, launcher=launch_weights, name="specializes")
 
 
 def gradient(operands, config):

@@ -8,7 +8,7 @@ from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import device, on_ranks
 
 TOKENS, CHOICES = 37, 3
-# The results are in fp32 before they are rounded once, or their sums are of at most 2100 terms.
+# Results are rounded once, from fp32.
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2**-8, atol=1e-5)}
 
 
