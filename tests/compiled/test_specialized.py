@@ -26,8 +26,10 @@ from tests.support.simulated_nodes import thorough
 pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
-# Bytes that moe_gemm_rs may spill, of values that are needed once per work item. Triton 3.8 spills up to 224.
-SUMS_STACK = 256 if triton.__version__.startswith("3.8") else 128
+# Bytes that moe_gemm_rs may spill, of values that are needed once per work item, and instructions of a main loop with
+# two accumulators that may spill. Triton 3.8 spills up to 248 bytes and 36 instructions (3.6 and 3.7: 96 bytes and 8).
+_IS_38 = triton.__version__.startswith("3.8")
+SUMS_STACK, SUMS_SPILLS = (256, 40) if _IS_38 else (128, 24)
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
@@ -237,12 +239,12 @@ def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
 
 @pytest.mark.parametrize("launch, loops, most_spills, gathers", [
     pytest.param(lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="block"), 2, 4, True, marks=thorough),
-    (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, 24, False),
+    (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, SUMS_SPILLS, False),
     (lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="row"), 2, 4, True),
-    pytest.param(lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="row"), 2, 24, False, marks=thorough),
+    pytest.param(lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="row"), 2, SUMS_SPILLS, False, marks=thorough),
 ], ids=["moe_ag_gemm", "moe_gemm_rs", "moe_ag_gemm, row", "moe_gemm_rs, row"])
 def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
-    code = check_promoted(compile_for(*launch(), "sm_90"), loops, 192)
+    code = check_promoted(compile_for(*launch(), "sm_90"), loops, max(192, SUMS_STACK))
     check_loops(code, "GMMA", most_spills)
     if gathers:
         check_gather(code, most_spills)

@@ -11,7 +11,7 @@ from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES, num_parts
 from tdkernels.ops.experts.grouped_gemm import launch_specialized as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, weight_layout
-from tdkernels.rounding import cdiv, round_up
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
-_MOST_SLICES = 4  # of moe_gemm_rs, at most MAX_STAGES
+_QUARTERS, _MOST_RANKS_WITHOUT_DELAY = 4, 4
 # Steps of K that a program multiplies in a slice, about 25 µs. A large work item takes as long.
 _LEAST_STEPS_FOR_LARGE_ITEMS = 32
 _MOST_RANKS = 64  # threads of the two warps that add
@@ -54,8 +54,12 @@ def supports(
 
 
 def supports_gemm_rs(h: torch.Tensor, w: torch.Tensor, ranks: int, config: Any, scales: Scales | None = None) -> bool:
-    """Return ``supports`` for moe_gemm_rs, whose partitions wait for each rank in a thread of its own."""
-    return ranks <= _MOST_RANKS and supports(h, w, None, config, scales)
+    """Return ``supports`` for moe_gemm_rs.
+
+    Its partitions wait for each rank in a thread of its own, and the begin of a row is an int32 in units of 8 columns.
+    """
+    fits = ranks <= _MOST_RANKS and h.shape[0] * w.shape[1] < 8 << 31
+    return fits and supports(h, w, None, config, scales)
 
 
 def num_pushing(num_comm: int, device: torch.device) -> int:
@@ -124,16 +128,17 @@ def gemm_rs_arguments(
     """
     layout, (rows, k) = memory_layout(w, None), h.shape
     of_choices, table, begins = routed
-    slice_columns = _slice_columns(layout[1], piece.columns)
+    slices, unit = slices_of(layout[1], piece.columns)
+    large = _large_slices(slices, unit, rows, k * h.element_size(), h.device)
     args = (
         ctx, specialized.rows_descriptor(h, 1, rows, rows * k), grouped_gemm.weight_descriptor(w, layout),
         *scale_pointers(scales), of_choices, weights, table, begins, done, out,
         grouped_gemm.output_descriptor(out), z, routing.tokens, rows, layout[1], k, plan, routing.chunk_rows,
-        slice_columns, int(_has_large_items(rows, k, slice_columns, h)), config.tiles.group_m,
+        packed(slices), unit, large, _own_delay(routing.world_size), config.tiles.group_m,
     )
     constants = grouped_gemm.product_constants(w, layout, scales)
     pieces = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1])
-    pieces += _most_sums(routing, layout[1], slice_columns, piece)
+    pieces += _most_sums(routing, layout[1], piece)
     trace = recorder.buffer(h.device, pieces, all_run=False, by_warps=True)
     return args, {
         "trace_ptr": trace, "COLUMNS": piece.columns, "CHOICES": piece.choices, "RANKS": routing.world_size,
@@ -141,25 +146,56 @@ def gemm_rs_arguments(
     }
 
 
-def _slice_columns(n, piece_columns):
-    """Return the tile columns per slice of an output [R, n]. It has at most _MOST_SLICES slices, of whole pieces."""
-    block_n = SPECIALIZED_TILE[1]
-    return round_up(cdiv(cdiv(n, block_n), _MOST_SLICES), max(piece_columns // block_n, 1))
+def slices_of(n: int, piece_columns: int) -> tuple[list[int], int]:
+    """Return (first unit of each slice of an output [R, n], tile columns of a unit). A unit has whole pieces.
+
+    The slices are quarters of the columns, of which the last is divided into two: what it leaves to add and to send
+    after the last tile is not hidden. More slices would read the rows h more often.
+    """
+    from tdkernels.ops.experts.tp_moe.specialized.slices import NO_SLICE
+
+    columns = cdiv(n, SPECIALIZED_TILE[1])
+    unit = max(piece_columns // SPECIALIZED_TILE[1], 1)
+    while cdiv(columns, unit) > NO_SLICE.value:
+        unit *= 2
+    units = cdiv(columns, unit)
+    firsts = list(range(0, units, cdiv(units, _QUARTERS)))
+    rest = units - firsts[-1]
+    return firsts + ([firsts[-1] + cdiv(rest, 2)] if rest > 1 else []), unit
 
 
-def _most_sums(routing, n, slice_columns, piece):
+def packed(firsts: list[int]) -> int:
+    """Return the first units of slices in one number, see ``specialized.slices``."""
+    from tdkernels.ops.experts.tp_moe.specialized.slices import MAX_SLICES, NO_SLICE
+
+    return int.from_bytes(firsts + [NO_SLICE.value] * (MAX_SLICES.value + 1 - len(firsts)), "little")
+
+
+def _large_slices(slices, unit, rows, row_bytes, device):
+    """Return the number of slices in which programs add rows in large work items.
+
+    These are all quarters but the last, if their tiles take so long that the items are finished meanwhile.
+    """
+    columns = (slices[1] if len(slices) > 1 else 0) * unit
+    steps = cdiv(rows, SPECIALIZED_TILE[0]) * columns * cdiv(row_bytes, STEP_BYTES)
+    most = min(_QUARTERS, len(slices)) - 1
+    return most if steps >= _LEAST_STEPS_FOR_LARGE_ITEMS * gpu.num_sms(device) else 0
+
+
+def _own_delay(ranks):
+    """Return by how many slices this rank's tokens follow those of the peers.
+
+    With more ranks the warps that add are late, and the link would be idle while they add this rank's tokens.
+    """
+    return 1 if ranks <= _MOST_RANKS_WITHOUT_DELAY else 3
+
+
+def _most_sums(routing, n, piece):
     """Return the number of work items of ``add_partition``, if all are small."""
     from tdkernels.ops.experts.tp_moe.specialized.add import PARTS
 
     signals = routing.num_chunks * (routing.chunk_rows // piece.tokens)
-    blocks = cdiv(cdiv(n, SPECIALIZED_TILE[1]), slice_columns) * slice_columns * SPECIALIZED_TILE[1] // piece.columns
-    return (routing.world_size - 1 + PARTS.value) * signals * blocks
-
-
-def _has_large_items(rows, k, slice_columns, h):
-    """Return whether a slice of the GEMM takes so long that programs can add in large work items meanwhile."""
-    steps = cdiv(rows, SPECIALIZED_TILE[0]) * slice_columns * cdiv(k * h.element_size(), STEP_BYTES)
-    return steps >= _LEAST_STEPS_FOR_LARGE_ITEMS * gpu.num_sms(h.device)
+    return (routing.world_size - 1 + PARTS.value) * signals * cdiv(n, piece.columns)
 
 
 def compile_gemm_rs(

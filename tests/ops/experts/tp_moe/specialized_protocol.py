@@ -16,7 +16,7 @@ from tdkernels.ops.common import gemm_tile
 from tdkernels.ops.common.specialized import push
 from tdkernels.ops.experts.grouped_gemm.specialized import partitions
 from tdkernels.ops.experts.tp_moe import kernel_route
-from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, tiles
+from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, slices, tiles
 from tests.ops.dense import specialized_protocol
 from tests.ops.dense.specialized_protocol import BLOCK_N, functions_of
 from tests.support.subset import THOROUGH
@@ -115,13 +115,18 @@ ROUTE = functions_of(kernel_route, "chunk_at_turn", "first_turn_of", "stage_of_t
 SWIZZLE = functions_of(gemm_tile, "swizzle")
 PUSH_SOURCE = source_of(push, kernel_ag_gemm) + ROUTE + functions_of(gather, "await_tokens")
 GATHER_SOURCE = functions_of(gather, "_assignments", "_pointers")
-ADD_SOURCE = source_of(add, kernel_gemm_rs) + ROUTE
+ADD_SOURCE = source_of(slices, add, kernel_gemm_rs) + ROUTE
 # ``tiles`` replaces functions of ``partitions`` that have the same name.
 _TILES = specialized_protocol.source_of(partitions, tiles) + SWIZZLE
 AG_GEMM_SOURCE = (
     _TILES.replace(functions_of(tiles, "load_partition"), "") + functions_of(gather, "_load_steps", "gather_partition")
 )
-GEMM_RS_SOURCE = _TILES + functions_of(kernel_gemm_rs, "_load")
+GEMM_RS_SOURCE = source_of(slices) + _TILES + functions_of(kernel_gemm_rs, "_load")
+
+
+def slice_of(column, firsts, unit):
+    """Return the slice of a tile column. ``firsts`` are the first units of the slices, of ``unit`` tile columns."""
+    return sum(first * unit <= column for first in firsts) - 1
 
 
 class FastSchedule(Schedule):
@@ -163,9 +168,12 @@ def code_of_values(source):
     )
     code["_split"] = lambda pairs, dtype: (pairs.real, pairs.imag)
     code["_join"] = lambda halves, dtype: halves[0] + 1j * halves[1]
+    code["_mask_of"] = bool
+    code["_either"] = lambda part, own, is_own: own if is_own else part
     vars(code["tl"])["int64"] = 8
     vars(code["gl"]).update(
         BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, int32=PAIR_BYTES, pointer_type=lambda size: size,
-        zeros_like=np.zeros_like, store=lambda ptr, values, mask: ptr.store(values, mask),
+        zeros_like=np.zeros_like, full=lambda shape, value, dtype, layout: np.full(shape, value),
+        gather=np.take_along_axis, store=lambda ptr, values, mask: ptr.store(values, mask),
     )
     return code, memory

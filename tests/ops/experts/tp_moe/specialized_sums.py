@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+from tdkernels.ops.experts.tp_moe.launch_specialized import packed
 from tdkernels.rounding import cdiv, round_up
 from tests.ops.dense.specialized_protocol import BLOCK_N
 from tests.ops.experts.tp_moe.specialized_protocol import (
@@ -16,6 +17,7 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
     FastSchedule,
     compiled,
     num_warps,
+    slice_of,
 )
 
 
@@ -27,12 +29,16 @@ class AddRun:
     """
 
     def __init__(
-        self, seed, ranks, rows, n, columns, slice_columns, chunk_rows, tile_rows, programs, has_large=True, source=None
+        self, seed, ranks, rows, n, columns, slices, chunk_rows, tile_rows, programs, large_slices=None, source=None,
+        own_delay=1,
     ):
-        self.schedule, self.has_large = FastSchedule(seed), has_large
+        """Create a run. ``slices`` are (first units, tile columns of a unit). All but the last are large by default."""
+        self.schedule = FastSchedule(seed)
+        self.firsts, self.unit = slices
+        self.order = len(self.firsts) - 1 if large_slices is None else large_slices, own_delay
         self.ranks, self.rows, self.n, self.columns, self.chunk_rows = ranks, rows, n, columns, chunk_rows
         self.is_portable = [rank > 0 and self.schedule.random.random() < 0.2 for rank in range(ranks)]
-        self.tile_rows, self.slice_columns, self.programs = tile_rows, slice_columns, programs
+        self.tile_rows, self.programs = tile_rows, programs
         self.groups, self.blocks = chunk_rows // TOKENS, cdiv(n, columns)
         self.num_pieces = cdiv(rows, chunk_rows) * self.groups * self.blocks  # of the tokens of a rank
         each_rank = range(ranks)
@@ -89,8 +95,8 @@ class AddRun:
     def _partitions(self, rank, started):
         """Return {name: function} for the partitions of a rank's programs that have started."""
         z = SimpleNamespace(dtype=SimpleNamespace(element_ty=SimpleNamespace(primitive_bitwidth=16)))
-        tensors, slices = ("out", z, "rows", None), (self.tile_rows, self.slice_columns)
-        sums = rank, tensors, slices, 0, self.rows, self.n, self.chunk_rows, self.has_large, HALF, SIGNAL, rank
+        tensors, slices = ("out", z, "rows", None), (self.tile_rows, packed(self.firsts), self.unit)
+        sums = rank, tensors, slices, 0, self.rows, self.n, self.chunk_rows, self.order, HALF, SIGNAL, rank
         constants = self.columns, 2, self.ranks, False
         found = {}
         for program in range(started):
@@ -144,7 +150,7 @@ class AddRun:
             self.schedule.until()
             self.stored[rank][column] += 1
             self.schedule.until()
-            self.done[rank][column // self.slice_columns] += 1
+            self.done[rank][slice_of(column, self.firsts, self.unit)] += 1
 
     def _multiply(self, rank, *_):
         """Return when there are no tiles to begin."""
@@ -189,18 +195,19 @@ class AddRun:
         self._add(rank, owner, token, end, column, TOKENS, *sizes)
 
     def _add_own(
-        self, tensors, parts, part_bytes, token, end, column, rows, n, me, columns, choices, ranks, rounds, *constants
+        self, tensors, parts, part_bytes, token, end, column, rows, n, me, columns, choices, ranks, rounds, warps, few
     ):
         assert parts == (me * ranks + me) * STRIDE and part_bytes == round_up(2 * rows * n, 16)
         piece = me, token // TOKENS * TOKENS, column
         there = all(token >= rows or piece in self.added[peer] for peer in range(ranks) if peer != me)
         assert there, "sums are read before they arrive"
-        self._add(me, me, token, end, column, self.part, rows, n, columns, choices, *constants)
+        assert not few
+        self._add(me, me, token, end, column, self.part, rows, n, columns, choices, warps, self.part)
 
     def _add(self, rank, owner, token, end, column, step, rows, n, columns, choices, warps, at_once):
         assert (rows, n, columns, choices, warps) == (self.rows, self.n, self.columns, 2, num_warps())
         assert end <= rows and step % at_once == 0 == token % step and column % columns == 0
-        assert column < n or end <= token
+        assert column < n
         self.schedule.until()
         for tile_column in range(column // BLOCK_N, cdiv(min(column + columns, n), BLOCK_N)):
             assert self.stored[rank][tile_column] == self.tile_rows, "rows are added before they are complete"

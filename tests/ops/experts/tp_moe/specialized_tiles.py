@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from tdkernels.ops.experts.tp_moe.launch_specialized import packed
 from tdkernels.ops.experts.tp_moe.specialized import tiles
 from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, BLOCK_N, HALF_M, HALF_N, indexed
 from tests.ops.dense.specialized_runs import BLOCK, GroupGemmRun
@@ -16,6 +17,7 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
     TILE_WORDS,
     FastSchedule,
     Pointer,
+    slice_of,
     without_types,
 )
 
@@ -280,8 +282,10 @@ class _Rows:
 class MoeGemmRsRun(MoeRun):
     """A program of ``moe_gemm_rs_specialized_kernel``."""
 
-    def __init__(self, seed, num_tiles, tiles_n, steps, slice_columns, source=None, promotes=False):
-        self.slice_columns, self.num_tiles = slice_columns, num_tiles
+    def __init__(self, seed, num_tiles, tiles_n, steps, slices, source=None, promotes=False):
+        """Create a run. ``slices`` are (first units, tile columns of a unit)."""
+        self.firsts, self.unit = slices
+        self.slices = num_tiles, packed(self.firsts), self.unit
         self.counted = []
         super().__init__(seed, num_tiles, tiles_n, steps, None, source or GEMM_RS_SOURCE, promotes)
 
@@ -290,18 +294,16 @@ class MoeGemmRsRun(MoeRun):
         assert sorted(self.counted) == sorted(self.taken)
 
     def load(self, x, memory, bars, tiles):
-        slices, problem = (self.num_tiles, self.slice_columns), (self.n, None)
+        problem = self.n, None
         self.code["_load"](
-            None, (x, "weight"), memory, bars, tiles, problem, SIGNAL, self.steps, slices, self.trace, False
+            None, (x, "weight"), memory, bars, tiles, problem, SIGNAL, self.steps, self.slices, self.trace, False
         )
 
     def store(self, memory, bars, y, pre, tiles, n):
-        self.code["store_partition"](
-            memory, bars, y, y, tiles, n, 0, self.slice_columns, self.trace, False, False, True
-        )
+        self.code["store_partition"](memory, bars, y, y, tiles, n, 0, self.slices, self.trace, False, False, True)
 
     def _release(self, word, warps):
-        assert warps == 1 and word == self.storing % self.tiles_n // self.slice_columns
+        assert warps == 1 and word == slice_of(self.storing % self.tiles_n, self.firsts, self.unit)
         assert {entry[1:] for entry in self.sent} >= set(self.quarters(self.storing)), "a tile is counted too early"
         assert self.storing not in self.counted, "a tile is counted twice"
         self.counted.append(self.storing)

@@ -97,8 +97,17 @@ def test_other_devices():
 def test_most_ranks(monkeypatch):
     """A thread of the two warps that add waits for each rank, so there can be 64."""
     monkeypatch.setattr(launch_specialized, "supports", lambda *_: True)
-    found = [launch_specialized.supports_gemm_rs(None, None, ranks, None) for ranks in (1, 64, 65, 128)]
+    h, w = SimpleNamespace(shape=(1024, 64)), SimpleNamespace(shape=(8, 512, 64))
+    found = [launch_specialized.supports_gemm_rs(h, w, ranks, None) for ranks in (1, 64, 65, 128)]
     assert found == [True, True, False, False]
+
+
+@pytest.mark.parametrize("rows, supported", [((1 << 34) // 8192 - 1, True), ((1 << 34) // 8192, False)])
+def test_most_rows(monkeypatch, rows, supported):
+    """The begin of each row, in units of 8 columns, is an int32."""
+    monkeypatch.setattr(launch_specialized, "supports", lambda *_: True)
+    h, w = SimpleNamespace(shape=(rows, 64)), SimpleNamespace(shape=(8, 8192, 64))
+    assert launch_specialized.supports_gemm_rs(h, w, 1, None) == supported
 
 
 @pytest.fixture

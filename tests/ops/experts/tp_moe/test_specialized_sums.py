@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tdkernels.ops.experts.tp_moe.launch_specialized import _slice_columns
-from tdkernels.rounding import cdiv, next_power_of_2, round_up
+from tdkernels.ops.experts.tp_moe.launch_specialized import packed, slices_of
+from tdkernels.ops.experts.tp_moe.specialized import slices
+from tdkernels.rounding import next_power_of_2, round_up
 from tests.ops.experts.tp_moe.specialized_protocol import (
     ADD_SOURCE,
-    MAX_STAGES,
     SEEDS,
     STRIDE,
     Constexpr,
@@ -20,6 +20,8 @@ from tests.ops.experts.tp_moe.specialized_sums import AddRun
 from tests.support.mutants import check_found, mutated
 from tests.support.thread_schedule import Stuck
 
+MAX_SLICES, NO_SLICE = slices.MAX_SLICES.value, slices.NO_SLICE.value
+
 BLOCK_COLUMNS = 512
 
 
@@ -28,10 +30,15 @@ def _columns(n):
 
 
 def test_slices():
-    """A slice has whole blocks of columns, and there are at most as many as counters."""
-    for n in [*range(8, 9000, 8), *range(9000, 40000, 264), 1 << 17]:
-        columns, slice_columns = _columns(n), _slice_columns(n, _columns(n))
-        assert slice_columns * 256 % columns == 0 and cdiv(cdiv(n, 256), slice_columns) <= MAX_STAGES
+    """A slice has whole blocks of columns, and there are at most as many as the kernel can take."""
+    for n in [*range(8, 9000, 8), *range(9000, 40000, 264), 1 << 17, 1 << 18]:
+        columns = _columns(n)
+        firsts, unit = slices_of(n, columns)
+        assert unit * 256 % columns == 0 and len(firsts) <= MAX_SLICES and firsts[0] == 0
+        assert sorted(set(firsts)) == firsts and firsts[-1] * unit * 256 < n and firsts[-1] < NO_SLICE
+        number = packed(firsts)
+        assert 1 << 32 < number < 1 << 63, "Triton would pass it as a number of another type"
+        assert [number >> 8 * i & 255 for i in range(8)] == firsts + [NO_SLICE] * (8 - len(firsts))
 
 
 # Tokens of a rank, N, tokens of a chunk, rows of tiles.
@@ -47,15 +54,18 @@ SUMS = [
 def test_sums_in_any_order(ranks, rows, n, chunk_rows, tile_rows, has_large):
     columns = _columns(n)
     for seed in range(SEEDS):
-        sizes = ranks, rows, n, columns, _slice_columns(n, columns), chunk_rows, tile_rows
-        AddRun(seed, *sizes, 1 + seed % 3, has_large)()
+        sizes = ranks, rows, n, columns, slices_of(n, columns), chunk_rows, tile_rows
+        AddRun(seed, *sizes, 1 + seed % 3, None if has_large else 0, own_delay=1 + seed % 5)()
 
 
-@pytest.mark.parametrize("columns, slice_columns", [(256, 2), (128, 1), (512, 4), (512, 6)])
-def test_sums_of_other_slices(columns, slice_columns):
-    """Blocks of columns and slices that no launch has with this N."""
+@pytest.mark.parametrize("columns, firsts, unit, large, delay", [
+    (256, [0, 2, 3], 2, 2, 1), (128, [0, 1, 2, 3, 4, 5], 1, 3, 2), (512, [0, 1], 4, 1, 3), (512, [0], 6, 0, 1),
+    (512, [0, 1, 2], 2, 3, 2), (256, [0, 3, 5], 1, 1, 4),
+])
+def test_sums_of_other_slices(columns, firsts, unit, large, delay):
+    """Blocks of columns, slices and orders that no launch has with this N."""
     for seed in range(SEEDS):
-        AddRun(seed, 2, 20, 1296, columns, slice_columns, 16, 2, 1 + seed % 3)()
+        AddRun(seed, 2, 20, 1296, columns, (firsts, unit), 16, 2, 1 + seed % 3, large, own_delay=delay)()
 
 
 FOR_PEER = """    _add_for_peer(
@@ -68,9 +78,10 @@ NOTIFY = """    notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first)
 """
 ADD_SOURCE_OF_PEER = ADD_SOURCE[ADD_SOURCE.index(FOR_PEER) : ADD_SOURCE.index(NOTIFY) + len(NOTIFY)]
 REST = ADD_SOURCE_OF_PEER[len(FOR_PEER) : -len(NOTIFY)]
-OWN_FIRST = """        slice_id, within = item // (large[0] + large[1]), item % (large[0] + large[1])
-        is_own = within < large[1]
-        number = within - gl.where(is_own, 0, large[1])
+OWN_FIRST = """        of_peers, of_own = _items_of_turn(1, queue, COLUMNS, RANKS)
+        slice_id, within = item // (of_peers + of_own), item % (of_peers + of_own)
+        is_own = within < of_own
+        number = within - gl.where(is_own, 0, of_own)
 """
 SUM_MUTANTS = {
     "a signal is set before its sums are stored": (FOR_PEER + REST + NOTIFY, REST + NOTIFY + FOR_PEER),
@@ -80,13 +91,11 @@ SUM_MUTANTS = {
     "a work item has one signal": (
         "+ first), blocks, count, owner", "+ first), blocks, gl.minimum(count, 1), owner",
     ),
-    "the first slice has no own tokens": ("last * of_peers - gl.maximum(last - 1, 0)", "last * of_peers - last"),
-    "own tokens of the slice before are those of the last": ("(own >= 0) & (own < of_before)", "own < 0"),
-    "items for the last slice are those of the slice before": ("last - gl.where(is_before, 1, 0))", "last - 1)"),
-    "the slice of own tokens is one too high": ("group + gl.where(is_own, 0, 1)", "group + 1"),
-    "own tokens have the numbers of the peers' tokens": (
-        "within - gl.where(is_own, of_peers, 0)", "within",
-    ),
+    "the last turn is lost": ("range(queue[1] + 1 + queue[3])", "range(queue[1] + queue[3])"),
+    "own tokens have the numbers of the peers' tokens": ("- gl.where(is_own, of_peers, 0)", "- 0"),
+    "a turn has no items for own tokens": ("end += of_peers + of_own", "end += of_peers"),
+    "the first item of a turn is in the turn before": ("turn += gl.where(item >= end", "turn += gl.where(item > end"),
+    "a turn begins with its last item": ("first = gl.where(item >= end, end, first)", "first = end"),
     "slices are not awaited": (
         "        complete = _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me)\n", "",
     ),
@@ -95,51 +104,50 @@ SUM_MUTANTS = {
         "        complete += 1\n    return complete", "        complete = slice_id + 1\n    return complete",
     ),
     "one tile is not awaited": (
-        "rows * gl.minimum(columns, tiles_n - complete * columns)",
-        "rows * gl.minimum(columns, tiles_n - complete * columns) - 1",
+        "slices[0] * columns_of_slice(slices, complete, tiles_n)",
+        "slices[0] * columns_of_slice(slices, complete, tiles_n) - 1",
     ),
-    "the last slice has as many tiles as the others": (
-        "rows * gl.minimum(columns, tiles_n - complete * columns)", "rows * columns",
-    ),
-    "own items of the last slice are lost": (
-        "+ small[0] + small[1])", "+ small[0])",
+    "all slices have as many tiles as the first": (
+        "columns_of_slice(slices, complete, tiles_n)", "columns_of_slice(slices, 0, tiles_n)",
     ),
     "the last item is lost": ("while item < num_items", "while item < num_items - 1"),
     "own tokens do not wait for the peers": (
-        "        if RANKS > 1:  # producer", "        if RANKS > 9:  # producer",
+        "    if RANKS > 1:  # producer", "    if RANKS > 9:  # producer",
     ),
     "own tokens wait for another piece": (
         "wait_for_ranks(ctx, signal_at(ctx, half, first)", "wait_for_ranks(ctx, signal_at(ctx, half, group * blocks)",
     ),
     "ranks share signals": ("signal_at(ctx, half, me * of_shard + first)", "signal_at(ctx, half, first)"),
     "signals of a rank overlap": ("blocks, num_chunks * groups * blocks,", "blocks, num_chunks * groups,"),
-    "the last slice has as many blocks as the others": (
-        "count = gl.where(block < blocks, gl.minimum(signals, groups - group), 0)",
-        "count = gl.minimum(signals, groups - group)",
-    ),
-    "a work item has groups of the next chunk": ("gl.minimum(signals, groups - group), 0)", "signals, 0)"),
+    "the last slice has as many blocks as the others": ("* BLOCK_N // COLUMNS, blocks)", "* BLOCK_N // COLUMNS, 99)"),
+    "a work item has groups of the next chunk": ("count = gl.minimum(signals, groups - group)", "count = signals"),
     "groups of a chunk that do not fill a work item are lost": (
-        "((groups + signals - 1) // signals) * of_slice", "(groups // signals) * of_slice",
+        "of_peers *= (RANKS - 1) * num_chunks * ((groups + signals - 1) // signals)",
+        "of_peers *= (RANKS - 1) * num_chunks * (groups // signals)",
     ),
     "peers' tokens are this rank's": ("chunk_at_turn(num_chunks + number", "chunk_at_turn(number"),
     "parts of own tokens are lost": ("+ number % parts) * (_TOKENS", ") * (_TOKENS"),
     "a part has the tokens of a signal": ("gl.minimum(token + _TOKENS // parts", "gl.minimum(token + _TOKENS"),
-    "items of the last slice are large": ("gl.where(slice_id < last, signals, 1)", "signals"),
-    "parts of the last slice are large": ("gl.where(slice_id < last, parts, PARTS)", "parts"),
+    "items of all slices are large": ("_size_of_items(slice_id, order[0])", "_size_of_items(0, order[0])"),
+    "the peers' items are counted as large": ("_size_of_items(turn, large_slices)", "_size_of_items(0, large_slices)"),
+    "own items are counted as large": ("_size_of_items(own, large_slices)", "_size_of_items(0, large_slices)"),
     "signals are in the order of the blocks": (
         "first = (chunk * groups + group) * blocks + block",
         "first = (chunk * groups + group) + block * groups * num_chunks",
     ),
-    "each partition has a fixed share": ("        item = item_of_warps(answer)\n", "        item += 9\n"),
-    "blocks of a slice are those of the first": (
-        "block, rest = slice_id * of_slice + number", "block, rest = number",
+    "each partition has a fixed share": (
+        "            item = _run_item_for_peer(", "            item += 9\n            _run_item_for_peer(",
     ),
+    "blocks of a slice are those of the first": ("block, rest = first_block + number", "block, rest = number"),
 }
+
+
+SLICES = [0, 1, 2], 2  # of two tile columns each
 
 
 def _with_error(seed, source):
     """Return a run with 3 slices, of 2, 2 and 1 blocks, and 6 groups in a chunk, or one with 3 slices of one block."""
-    sizes = [(3, 150, 1160, 256, 2, 96, 2), (2, 48, 1296, 512, 2, 16, 3)][seed % 2]
+    sizes = [(3, 150, 1160, 256, SLICES, 96, 2), (2, 48, 1296, 512, SLICES, 16, 3)][seed % 2]
     return AddRun(seed, *sizes, 2, source=source)
 
 
@@ -150,15 +158,15 @@ def test_errors_in_sums_are_found(mutant):
 
 def test_own_tokens_that_come_before_the_tokens_of_peers_are_found():
     """All warps that add wait for peers, whose warps wait, too."""
-    place = "        slice_id, is_own, number = _place_of_item(item, last, large, small)\n"
+    place = "        slice_id, is_own, number = _place_of_item(item, queue, COLUMNS, RANKS)\n"
     source = mutated(ADD_SOURCE, (place, OWN_FIRST))
     with pytest.raises(Stuck, match="all wait"):
-        AddRun(0, 2, 150, 1160, 256, 2, 96, 2, 1, source=source)()
+        AddRun(0, 2, 150, 1160, 256, SLICES, 96, 2, 1, source=source)()
 
 
 @pytest.mark.parametrize("columns", [8, 16, 32])
-@pytest.mark.parametrize("weighted, passes", [(False, 1), (True, 2), (True, 4)])
-def test_values_of_sums(columns, weighted, passes):
+@pytest.mark.parametrize("weighted, passes, few", [(False, 1, False), (True, 2, False), (True, 4, True)])
+def test_values_of_sums(columns, weighted, passes, few):
     """Rank 1 stores its sums for the tokens of rank 2, and adds up its own."""
     code, memory = code_of_values(ADD_SOURCE)
     rng, tokens, choices, ranks, n = np.random.default_rng(1), 21, 3, 3, 24
@@ -175,7 +183,7 @@ def test_values_of_sums(columns, weighted, passes):
         for column in range(0, n, columns):
             sizes, to = (token, end, column, tokens, n), 2 * STRIDE + 2 * tokens * n
             code["_add_for_peer"](tensors, to, 2, *sizes, columns, choices, 2, 4, passes)
-            code["_add_own"](tensors, STRIDE, 2 * tokens * n, *sizes, 1, columns, choices, ranks, True, 4, 8)
+            code["_add_own"](tensors, STRIDE, 2 * tokens * n, *sizes, 1, columns, choices, ranks, True, 4, few)
     chosen = out.reshape(-1, n)[rows] * (weights[:, None] if weighted else 1)
     chosen = np.where(rows[:, None] >= 0, chosen, 0)
     sums = chosen.reshape(ranks, tokens, choices, n).sum(2)

@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+from tdkernels.ops.experts.tp_moe.launch_specialized import packed
+from tdkernels.ops.experts.tp_moe.specialized import slices as slices_module
 from tests.ops.experts.tp_moe.specialized_protocol import (
     AG_GEMM_SOURCE,
     GEMM_RS_SOURCE,
@@ -13,6 +15,8 @@ from tests.ops.experts.tp_moe.specialized_protocol import (
     TILE_WORDS,
     Pointer,
     compiled,
+    slice_of,
+    source_of,
 )
 from tests.ops.experts.tp_moe.specialized_tiles import MoeAgGemmRun, MoeGemmRsRun
 from tests.support.mutants import check_found, mutated
@@ -55,9 +59,14 @@ def _check_stages(code):
 
 
 def _check_slices(code):
-    for rows, tiles_n, columns, group_m in itertools.product([1, 2, 5], range(1, 8), [1, 2, 3, 8], [1, 2, 8]):
-        found = _check_places(rows, tiles_n, group_m, [0], (rows, columns), "place_by_slice", code)
-        assert all(slice_id == number % tiles_n // columns for slice_id, number in found)
+    firsts_of = [[0], [0, 1], [0, 2], [0, 3, 4], [0, 1, 2, 3, 4, 5, 6]]
+    for rows, tiles_n, firsts, unit, group_m in itertools.product(
+        [1, 2, 5], range(1, 9), firsts_of, [1, 2], [1, 2, 8]
+    ):
+        firsts = [first for first in firsts if first * unit < tiles_n]
+        slices = rows, packed(firsts), unit
+        found = _check_places(rows, tiles_n, group_m, [0], slices, "place_by_slice", code)
+        assert all(slice_id == slice_of(number % tiles_n, firsts, unit) for slice_id, number in found)
 
 
 def test_places_of_stages():
@@ -71,7 +80,7 @@ def test_places_of_slices():
 def test_places_of_slices_without_tiles():
     """All assignments are dropped. The result is not used."""
     code = compiled(GEMM_RS_SOURCE)
-    assert _check_places(0, 3, 8, [0], (0, 2), "place_by_slice", code) == []
+    assert _check_places(0, 3, 8, [0], (0, packed([0, 1]), 2), "place_by_slice", code) == []
 
 
 PLACE_MUTANTS = {
@@ -89,11 +98,20 @@ PLACE_MUTANTS = {
     "items past the last one have a place": (
         _check_slices, "gl.minimum(item, gl.maximum(num_items - 1, 0))", "item",
     ),
-    "the last slice has as many columns as the others": (
-        _check_slices, "gl.minimum(columns, tiles_n - first)", "columns",
+    "the last slice ends with a unit": (
+        _check_slices, "gl.minimum(first_column(slices, slice_id + 1), tiles_n)", "first_column(slices, slice_id + 1)",
     ),
     "a slice begins with the first column": (
-        _check_slices, "return item // of_slice, pid_m, first + pid_n", "return item // of_slice, pid_m, pid_n",
+        _check_slices, "return slice_id, pid_m, first + pid_n", "return slice_id, pid_m, pid_n",
+    ),
+    "all slices have the columns of the first": (
+        _check_slices, "columns_of_slice(slices, slice_id, tiles_n)", "columns_of_slice(slices, 0, tiles_n)",
+    ),
+    "the first column of a slice is in the one before": (
+        _check_slices, "column >= first_column", "column > first_column",
+    ),
+    "the last of most slices is not found": (
+        _check_slices, "gl.static_range(1, MAX_SLICES)", "gl.static_range(1, MAX_SLICES - 1)",
     ),
 }
 
@@ -102,7 +120,7 @@ PLACE_MUTANTS = {
 def test_errors_in_places_are_found(mutant):
     check, *changes = PLACE_MUTANTS[mutant]
     with pytest.raises((AssertionError, ZeroDivisionError)):
-        check(compiled(mutated(AG_GEMM_SOURCE, changes)))
+        check(compiled(mutated(source_of(slices_module) + AG_GEMM_SOURCE, changes)))
 
 
 TILES = [(0, 2, 3), (1, 1, 1), (2, 2, 9), (4, 3, 5), (3, 5, 14)]  # tiles, tile columns, steps
@@ -116,10 +134,11 @@ def test_moe_ag_gemm_in_any_order(num_tiles, tiles_n, steps, activation, promote
 
 
 @pytest.mark.parametrize("num_tiles, tiles_n, steps", TILES)
-@pytest.mark.parametrize("slice_columns, promotes", [(1, False), (2, True)])
-def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, slice_columns, promotes):
+@pytest.mark.parametrize("unit, promotes", [(1, False), (2, True)])
+def test_moe_gemm_rs_in_any_order(num_tiles, tiles_n, steps, unit, promotes):
+    firsts = [first for first in (0, 2, 3) if first * unit < tiles_n]
     for seed in range(SEEDS):
-        MoeGemmRsRun(seed, num_tiles, tiles_n, steps, slice_columns, promotes=promotes)()
+        MoeGemmRsRun(seed, num_tiles, tiles_n, steps, (firsts, unit), promotes=promotes)()
 
 
 def _mutants_of_loads(item, place, last, first, end):
@@ -188,7 +207,7 @@ RS_MUTANTS_OF_LOADS = _mutants_of_loads(
     "        _, number, pid_n, expert, row, count = place_of(item, num_items, slices, tiles, place_by_slice)\n",
     "steps, HALF_ROWS", "late, HALF_ROWS", "    end_items(memory, bars, turn)\n\n\n@gluon.jit\ndef store_partition(",
 )
-COUNT = "            await_tma_stores()\n            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)"
+COUNT = "            await_tma_stores()\n            add_release_by_warps(done_ptr + slice_of_column(slices, pid_n), 1)"
 GEMM_RS_MUTANTS = STORE_MUTANTS | RS_MUTANTS_OF_LOADS | {
     "tiles come from the other queue": ("answer = request_by_warp(ctx, 0)", "answer = request_by_warp(ctx, 1)"),
     "stores are not awaited": (COUNT, COUNT.replace("            await_tma_stores()\n", "")),
@@ -196,7 +215,7 @@ GEMM_RS_MUTANTS = STORE_MUTANTS | RS_MUTANTS_OF_LOADS | {
     "a tile is counted before its stores are awaited": (
         COUNT, COUNT.split("\n")[1] + "\n            await_tma_stores()",
     ),
-    "a tile is counted for another slice": ("done_ptr + pid_n // slice_columns", "done_ptr + pid_n"),
+    "a tile is counted for another slice": ("done_ptr + slice_of_column(slices, pid_n)", "done_ptr + pid_n"),
     "a tile is counted twice": (COUNT, COUNT + "\n" + COUNT.split("\n")[1]),
     "only some tiles are counted": ("        if COUNTS:\n", "        if COUNTS and end - row > HALF_M:\n"),
 }
@@ -217,5 +236,5 @@ def test_columns_of_up_that_are_stored_with_those_of_gate_are_found():
 
 @pytest.mark.parametrize("mutant", GEMM_RS_MUTANTS)
 def test_errors_in_moe_gemm_rs_are_found(mutant):
-    run = lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, 2, source)  # noqa: E731
+    run = lambda seed, source: MoeGemmRsRun(seed, 3, 3, 10, ([0, 1], 2), source)  # noqa: E731
     check_found(run, GEMM_RS_SOURCE, GEMM_RS_MUTANTS[mutant])

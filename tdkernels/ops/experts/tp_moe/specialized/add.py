@@ -18,11 +18,14 @@ from tdkernels.ops.common.specialized.layout import BLOCK_N
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN
 from tdkernels.ops.experts.tp_moe.kernel_route import chunk_at_turn
+from tdkernels.ops.experts.tp_moe.specialized.slices import columns_of_slice, first_column, slice_of_column
 
 _TOKENS = gl.constexpr(BLOCK_TOKENS)  # per signal
 # A large work item for a peer has the tokens of several signals, so that there are fewer releases. A small one has the
 # tokens of one signal, and for this rank's tokens a part of them.
 _SIGNALS, PARTS = gl.constexpr(4), gl.constexpr(4)
+_LAST = gl.constexpr(0x7FFFFFFF)  # more than all work items
+_PASSES_HELD = gl.constexpr(32)  # by the lanes of a warp
 # One row of 512 columns takes 8 registers of each thread of a warp.
 _ROWS_IN_FLIGHT, _MOST_PASSES = 8, 4
 
@@ -40,44 +43,70 @@ def _tokens_of_pass(rows, warps, few_registers):
 
 
 @gluon.constexpr_function
+def _columns_of_step(columns, rows, few_registers):
+    """Return the number of columns that a warp adds at a time for a token of this rank, which has ``rows`` rows.
+
+    A row of 256 columns takes 4 registers of each thread.
+    """
+    return min(columns, 256 if 4 * rows <= (32 if few_registers else 72) else 128)
+
+
+@gluon.constexpr_function
 def _layout(tokens, warps):
     """Return the layout of a block of pairs of columns of several tokens."""
     return gl.BlockedLayout([1, 4], [1, 32], [tokens, warps // tokens], [1, 0])
 
 
 @gluon.jit
-def _rows_of(tensors, owner, tokens, end, M_shard, CHOICES: gl.constexpr):
-    """Return the row of each assignment of tokens before ``end`` of rank ``owner``, otherwise -1, in a tuple."""
-    rows: gl.tuple = ()
-    for j in gl.static_range(CHOICES):
-        at = tensors[2] + (owner * M_shard + tokens).to(gl.int64) * CHOICES + j
-        rows += (gl.load(at, mask=tokens < end, other=-1),)
-    return rows
+def _hold_assignments(
+    tensors, owner, token, end, M_shard, N, CHOICES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
+):
+    """Return (places, weights) of the assignments of the next PASSES_HELD passes, in tuples of [AT_ONCE, PASSES_HELD].
 
+    The passes begin with token ``token`` of rank ``owner``. The place of a row is its begin in units of 8 columns, or
+    -1 for an assignment without a row and for tokens from ``end`` on. Such an assignment has weight 0. There are no
+    weights if all are 1.
 
-@gluon.jit
-def _load_rows(tensors, rows, pairs, N):
-    """Load some pairs of columns of the rows of each token, in a tuple."""
-    first = tensors[0].to(gl.pointer_type(gl.int32), bitcast=True)
-    parts: gl.tuple = ()
-    for j in gl.static_range(len(rows)):
-        at = first + rows[j][:, None].to(gl.int64) * (N // 2) + pairs[None, :]
-        parts += (gl.load(at, mask=(rows[j] >= 0)[:, None] & (pairs < N // 2)[None, :], other=0),)
-    return parts
-
-
-@gluon.jit
-def _weights_of(tensors, owner, tokens, rows, M_shard):
-    """Return the weight of each assignment of tokens of rank ``owner``, in a tuple, which is empty if all are 1.
-
-    rows: the rows of the assignments. If there is none, the weight is not loaded.
+    A lane holds those of one pass for its warp, so a pass gets them by shuffles. If it loaded them, it would wait,
+    because the compiler moves numbers that are the same for all lanes to uniform registers.
     """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [AT_ONCE, WARPS // AT_ONCE], [1, 0])
+    within = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
+    passes = gl.arange(0, _PASSES_HELD, layout=gl.SliceLayout(0, layout))
+    tokens = token + within[:, None] + passes[None, :] * AT_ONCE
+    first = (owner * M_shard + tokens).to(gl.int64) * CHOICES
+    places: gl.tuple = ()
     weights: gl.tuple = ()
-    if tensors[3] is not None:
-        for j in gl.static_range(len(rows)):
-            at = tensors[3] + (owner * M_shard + tokens).to(gl.int64) * len(rows) + j
-            weights += (gl.load(at, mask=rows[j] >= 0, other=0.0),)
-    return weights
+    for j in gl.static_range(CHOICES):
+        row = gl.load(tensors[2] + first + j, mask=tokens < end, other=-1)
+        if tensors[3] is not None:
+            weight = gl.load(tensors[3] + first + j, mask=tokens < end, other=0.0)
+            weights += (gl.where(row >= 0, weight, 0.0),)
+        places += (gl.where(row >= 0, row * (N // 8), -1),)
+    return places, weights
+
+
+@gluon.jit
+def _of_pass(held, number, LAYOUT: gl.constexpr):
+    """Return the values [AT_ONCE, 1] of pass ``number`` for each tensor of a tuple."""
+    values: gl.tuple = ()
+    for j in gl.static_range(len(held)):
+        place = gl.full([held[j].shape[0], 1], number, gl.int32, LAYOUT)
+        values += (gl.gather(held[j], place, 1),)
+    return values
+
+
+@gluon.jit
+def _load_rows(tensors, places, number, pairs, N, LAYOUT: gl.constexpr):
+    """Load some pairs of columns of the rows of pass ``number``, in a tuple. There are none after the passes held."""
+    of_pass = _of_pass(places, gl.minimum(number, _PASSES_HELD - 1), LAYOUT)
+    first = tensors[0].to(gl.pointer_type(gl.int32), bitcast=True) + pairs[None, :]
+    inside = (number < _PASSES_HELD) & (pairs < N // 2)[None, :]
+    parts: gl.tuple = ()
+    for j in gl.static_range(len(places)):
+        at = first + of_pass[j].to(gl.int64) * 4
+        parts += (gl.load(at, mask=(of_pass[j] >= 0) & inside, other=0),)
+    return parts
 
 
 @gluon.constexpr_function
@@ -86,13 +115,19 @@ def _name(dtype):
     return "bf16" if dtype == gl.bfloat16 else "f16"
 
 
+@gluon.constexpr_function
+def _split_code(dtype):
+    """Return the assembly of ``_split``. A bf16 number is the upper half of an fp32 number."""
+    if dtype == gl.bfloat16:
+        return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+
+
 @gluon.jit
 def _split(pairs, dtype: gl.constexpr):
     """Return the first and the second number of each pair, in fp32."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32." + _name(dtype) + " $0, a; cvt.f32." + _name(dtype)
-        + " $1, b; }",
-        "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+        _split_code(dtype), "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
     )
 
 
@@ -116,7 +151,7 @@ def _weighted_sum(parts, weights, dtype: gl.constexpr):
     for j in gl.static_range(len(parts)):
         a, b = _split(parts[j], dtype)
         if len(weights) > 0:
-            a, b = a * weights[j][:, None], b * weights[j][:, None]
+            a, b = a * weights[j], b * weights[j]
         first, second = first + a, second + b
     return first, second
 
@@ -143,64 +178,100 @@ def _add_for_peer(
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     pairs = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
-    rows: gl.tuple = ()
-    parts: gl.tuple = ()
-    weights: gl.tuple = ()
-    for i in gl.static_range(PASSES):
-        rows += (_rows_of(tensors, owner, tokens + i * AT_ONCE, end, M_shard, CHOICES),)
-    for i in gl.static_range(PASSES):
-        parts += (_load_rows(tensors, rows[i], pairs, N),)
-        weights += (_weights_of(tensors, owner, tokens + i * AT_ONCE, rows[i], M_shard),)
-    rows = ()
-    for i in gl.static_range(PASSES):
-        rows += (_rows_of(tensors, owner, tokens + (PASSES + i) * AT_ONCE, end, M_shard, CHOICES),)
-    for _ in range(token, end, PASSES * AT_ONCE):
-        next_parts: gl.tuple = ()
-        next_weights: gl.tuple = ()
-        next_rows: gl.tuple = ()
+    for first in range(token, end, _PASSES_HELD * AT_ONCE):
+        places, weights = _hold_assignments(tensors, owner, first, end, M_shard, N, CHOICES, WARPS, AT_ONCE)
+        parts: gl.tuple = ()
         for i in gl.static_range(PASSES):
-            total = _join(_weighted_sum(parts[i], weights[i], dtype), dtype)
-            next_parts += (_load_rows(tensors, rows[i], pairs, N),)
-            there, coming = tokens + i * AT_ONCE, tokens + (PASSES + i) * AT_ONCE
-            next_weights += (_weights_of(tensors, owner, coming, rows[i], M_shard),)
-            next_rows += (_rows_of(tensors, owner, coming + PASSES * AT_ONCE, end, M_shard, CHOICES),)
-            offs, mask = _place_of(there, pairs, end, N)
-            gl.store(pointer_to(to, gl.int32) + offs, total, mask=mask)
-        tokens += PASSES * AT_ONCE
-        parts, weights, rows = next_parts, next_weights, next_rows
+            parts += (_load_rows(tensors, places, i, pairs, N, layout),)
+        passes = gl.minimum((end - first + AT_ONCE - 1) // AT_ONCE, _PASSES_HELD)
+        for number in range(0, passes, PASSES):
+            next_parts: gl.tuple = ()
+            for i in gl.static_range(PASSES):
+                total = _join(_weighted_sum(parts[i], _of_pass(weights, number + i, layout), dtype), dtype)
+                next_parts += (_load_rows(tensors, places, number + PASSES + i, pairs, N, layout),)
+                offs, mask = _place_of(tokens + i * AT_ONCE, pairs, end, N)
+                gl.store(pointer_to(to, gl.int32) + offs, total, mask=mask)
+            tokens += PASSES * AT_ONCE
+            parts = next_parts
+
+
+@gluon.jit
+def _mask_of(condition):
+    """Return -1 if ``condition`` is true, otherwise 0.
+
+    In assembly, so that the compiler does not know it: it would select by the condition again, for each number.
+    """
+    return gl.inline_asm_elementwise(
+        "neg.s32 $0, $1;", "=r,r", [condition.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def _either(part, own, mask):
+    """Return ``own`` if the bits of ``mask`` are set, otherwise ``part``, which is 0 in the first case."""
+    bits = part.to(gl.int32, bitcast=True) | (own.to(gl.int32, bitcast=True) & mask)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _place_of_step(
+    step, token, column, COLUMNS: gl.constexpr, PIECE: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Return (pass, tokens, pairs of columns) of a step of ``_add_own``: PIECE columns of one token for each warp."""
+    STEPS: gl.constexpr = COLUMNS // PIECE  # of a pass
+    number, first = step // STEPS, step % STEPS * (PIECE // 2)
+    tokens = token + number * WARPS + gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    pairs = column // 2 + first + gl.arange(0, PIECE // 2, layout=gl.SliceLayout(0, LAYOUT))
+    return number, tokens, pairs
+
+
+@gluon.jit
+def _load_step(tensors, parts_at, part_bytes, places, place, end, N, me, RANKS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load the rows and the peers' sums of a step of ``_add_own``, in two tuples. This rank's own sum is 0."""
+    number, tokens, pairs = place
+    rows = _load_rows(tensors, places, number, pairs, N, LAYOUT)
+    offs, mask = _place_of(tokens, pairs, end, N)
+    sums: gl.tuple = ()
+    for source in gl.static_range(RANKS):
+        at = pointer_to(parts_at + source * part_bytes, gl.int32) + offs
+        sums += (gl.load(at, mask=mask & (me != source), other=0),)
+    return rows, sums
 
 
 @gluon.jit
 def _add_own(
     tensors, parts_at, part_bytes, token, end, column, M_shard, N, me, COLUMNS: gl.constexpr, CHOICES: gl.constexpr,
-    RANKS: gl.constexpr, ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
+    RANKS: gl.constexpr, ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
 ):
     """Store COLUMNS columns of z for the tokens ``token`` to ``end`` - 1 of this rank: its own sums plus the peers'.
 
     parts_at, part_bytes: address of the sums of rank 0, and distance to those of the next rank. They are added in fp32,
         in rank order.
+
+    There are at most _PASSES_HELD passes, because ``end`` - ``token`` is at most _TOKENS.
     """
-    layout: gl.constexpr = _layout(AT_ONCE, WARPS)
+    layout: gl.constexpr = _layout(WARPS, WARPS)
     dtype: gl.constexpr = tensors[1].dtype.element_ty
-    tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
-    pairs = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
+    PIECE: gl.constexpr = _columns_of_step(COLUMNS, CHOICES + RANKS - 1, FEW_REGISTERS)
     z = tensors[1].to(gl.pointer_type(gl.int32), bitcast=True)
-    rows = _rows_of(tensors, me, tokens, end, M_shard, CHOICES)
-    for _ in range(token, end, AT_ONCE):
-        weights = _weights_of(tensors, me, tokens, rows, M_shard)
-        own = _weighted_sum(_load_rows(tensors, rows, pairs, N), weights, dtype)
-        rows = _rows_of(tensors, me, tokens + AT_ONCE, end, M_shard, CHOICES)
+    places, weights = _hold_assignments(tensors, me, token, end, M_shard, N, CHOICES, WARPS, WARPS)
+    place = _place_of_step(0, token, column, COLUMNS, PIECE, WARPS, layout)
+    parts = _load_step(tensors, parts_at, part_bytes, places, place, end, N, me, RANKS, layout)
+    for step in range((end - token + WARPS - 1) // WARPS * (COLUMNS // PIECE)):
+        place = _place_of_step(step, token, column, COLUMNS, PIECE, WARPS, layout)
+        own = _weighted_sum(parts[0], _of_pass(weights, place[0], layout), dtype)
         if ROUND_OWN:
             own = _split(_join(own, dtype), dtype)
-        offs, mask = _place_of(tokens, pairs, end, N)
         first, second = gl.zeros_like(own[0]), gl.zeros_like(own[0])
         for source in gl.static_range(RANKS):
-            at = pointer_to(parts_at + source * part_bytes, gl.int32) + offs
-            part = _split(gl.load(at, mask=mask & (me != source), other=0), dtype)
-            first = first + gl.where(me == source, own[0], part[0])
-            second = second + gl.where(me == source, own[1], part[1])
+            part = _split(parts[1][source], dtype)
+            mine = _mask_of(me == source)
+            first, second = first + _either(part[0], own[0], mine), second + _either(part[1], own[1], mine)
+        offs, mask = _place_of(place[1], place[2], end, N)
+        # Not earlier: the registers of this step are free now. With others the end of the loop would wait for loads.
+        coming = _place_of_step(step + 1, token, column, COLUMNS, PIECE, WARPS, layout)
+        parts = _load_step(tensors, parts_at, part_bytes, places, coming, end, N, me, RANKS, layout)
         gl.store(z + offs, _join((first, second), dtype), mask=mask)
-        tokens += AT_ONCE
 
 
 @gluon.jit
@@ -209,56 +280,66 @@ def _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me):
 
     complete: number of slices for which this partition has waited
     """
-    rows, columns = slices
     while complete <= slice_id:
-        expected = rows * gl.minimum(columns, tiles_n - complete * columns)
+        expected = slices[0] * columns_of_slice(slices, complete, tiles_n)
         wait(ctx, done_ptr + complete, expected, me, SCOPE="gpu")  # producer: store_partition of this rank
         complete += 1
     return complete
 
 
 @gluon.jit
-def _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS: gl.constexpr):
-    """Return the number of work items of a slice (for the peers' tokens, for this rank's tokens).
-
-    signals: signals of a work item for a peer
-    parts: work items for this rank's tokens of a signal
-    """
-    of_peers = (RANKS - 1) * num_chunks * ((groups + signals - 1) // signals) * of_slice
-    return of_peers, num_chunks * groups * parts * of_slice
+def _size_of_items(slice_id, large_slices):
+    """Return (signals of a work item of a slice for a peer, work items for this rank's tokens of a signal)."""
+    return gl.where(slice_id < large_slices, _SIGNALS, 1), gl.where(slice_id < large_slices, 1, PARTS)
 
 
 @gluon.jit
-def _place_before_last(item, of_peers, of_own):
-    """Return ``_place_of_item`` of a work item before those of the last slice."""
-    later = gl.maximum(item - of_peers, 0)  # after the peers' tokens of the first slice
-    group, within = later // (of_peers + of_own), later % (of_peers + of_own)
-    is_first = item < of_peers
-    is_own = (is_first == 0) & (within >= of_peers)
-    slice_id = gl.where(is_first, 0, group + gl.where(is_own, 0, 1))
-    return slice_id, is_own, gl.where(is_first, item, within - gl.where(is_own, of_peers, 0))
+def _first_block(slices, slice_id, blocks, COLUMNS: gl.constexpr):
+    """Return the first block of columns of a slice. If there is no such slice, it is ``blocks``."""
+    return gl.minimum(first_column(slices, slice_id) * BLOCK_N // COLUMNS, blocks)
 
 
 @gluon.jit
-def _place_of_item(item, last, large, small):
-    """Return (slice, whether the tokens are this rank's, index among the slice's items of that kind) of a work item.
+def _items_of_turn(turn, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
+    """Return the numbers of work items of a turn: for the tokens of the peers, for those of this rank.
 
-    last: the last slice
-    large, small: numbers of work items (for the peers' tokens, for this rank's tokens) of each slice but the last, and
-        of the last slice
+    A turn has the peers' tokens of the slice with its number, and then this rank's tokens of the slice ``own_delay``
+    before.
 
-    This rank's tokens of a slice come after the peers' tokens of the next one, so that the sums of the peers arrive
-    meanwhile.
+    queue: (slices, the last slice, ``large_slices`` and ``own_delay`` of the kernel, those of ``_sizes_of_shard``)
     """
-    of_peers, of_own = large
-    slice_id, is_own, number = _place_before_last(item, of_peers, of_own)
-    # The last items: the peers' tokens of the last slice, then this rank's tokens of the slice before and of the last.
-    at_end = item - last * of_peers - gl.maximum(last - 1, 0) * of_own
-    own, of_before = at_end - small[0], gl.where(last > 0, of_own, 0)
-    is_before = (own >= 0) & (own < of_before)
-    last_number = gl.where(own < 0, at_end, own - gl.where(is_before, 0, of_before))
-    slice_id = gl.where(at_end < 0, slice_id, last - gl.where(is_before, 1, 0))
-    return slice_id, gl.where(at_end < 0, is_own, own >= 0), gl.where(at_end < 0, number, last_number)
+    slices, _, large_slices, own_delay, sizes = queue
+    num_chunks, groups, blocks = sizes[0], sizes[1], sizes[2]
+    own = turn - own_delay
+    signals, parts = _size_of_items(turn, large_slices)[0], _size_of_items(own, large_slices)[1]
+    of_peers = _first_block(slices, turn + 1, blocks, COLUMNS) - _first_block(slices, turn, blocks, COLUMNS)
+    of_own = _first_block(slices, own + 1, blocks, COLUMNS) - _first_block(slices, own, blocks, COLUMNS)
+    of_peers *= (RANKS - 1) * num_chunks * ((groups + signals - 1) // signals)
+    return of_peers, of_own * num_chunks * groups * parts
+
+
+@gluon.jit
+def _turn_of_item(item, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
+    """Return (turn of a work item, number of work items before that turn).
+
+    An item past the last one has the turn after the last, and the number of all work items.
+    """
+    turn, first, end = 0, 0, 0
+    for i in range(queue[1] + 1 + queue[3]):
+        of_peers, of_own = _items_of_turn(i, queue, COLUMNS, RANKS)
+        end += of_peers + of_own
+        turn += gl.where(item >= end, 1, 0)
+        first = gl.where(item >= end, end, first)
+    return turn, first
+
+
+@gluon.jit
+def _place_of_item(item, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
+    """Return (slice, whether the tokens are this rank's, index among the slice's items of that kind) of a work item."""
+    turn, first = _turn_of_item(item, queue, COLUMNS, RANKS)
+    of_peers = _items_of_turn(turn, queue, COLUMNS, RANKS)[0]
+    is_own = item >= first + of_peers
+    return turn - gl.where(is_own, queue[3], 0), is_own, item - first - gl.where(is_own, of_peers, 0)
 
 
 @gluon.jit
@@ -276,17 +357,17 @@ def _run_item_for_peer(
     sums, sizes, number, block, signals, trace, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
     WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
-    """Run a work item for a peer's tokens: send their sums, then its signals. Return the request for the next item.
+    """Run a work item for a peer's tokens: send their sums, then its signals. Return the next item.
 
     sizes: those of ``_sizes_of_shard``
     number: index of the tokens among those of the peers, in units of ``signals`` signals
-    block: block of columns; there are no sums if it is not in N
+    block: block of columns
     """
     ctx, tensors, _, _, M_shard, N, chunk_rows, _, half, signal, me = sums
     num_chunks, groups, blocks, of_shard, shard_bytes = sizes
     each = (groups + signals - 1) // signals
     group = number % each * signals
-    count = gl.where(block < blocks, gl.minimum(signals, groups - group), 0)
+    count = gl.minimum(signals, groups - group)
     owner, chunk = chunk_at_turn(num_chunks + number // each, me, RANKS, num_chunks)
     token = chunk * chunk_rows + group * _TOKENS
     mark_by_warps(trace, "joins", WARPS, owner)
@@ -301,7 +382,7 @@ def _run_item_for_peer(
     mark_by_warps(trace, "pushes", WARPS, owner)
     # waiter: the owner's work items for the same tokens and columns
     notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)
-    return answer
+    return item_of_warps(answer)
 
 
 @gluon.jit
@@ -309,27 +390,25 @@ def _run_own_item(
     sums, sizes, number, block, parts, trace, COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr,
     ROUND_OWN: gl.constexpr, WARPS: gl.constexpr, PROMOTE: gl.constexpr,
 ):
-    """Run a work item for this rank's tokens: wait for the peers, then add. Return the request for the next item.
+    """Run a work item for this rank's tokens: wait for the peers, then add. Return the next item.
 
     sizes: those of ``_sizes_of_shard``
     number: index of the tokens, in units of 1 / ``parts`` of a signal's tokens
-    block: block of columns; there are no sums if it is not in N
+    block: block of columns
     """
     ctx, tensors, _, _, M_shard, N, chunk_rows, _, half, signal, me = sums
     _, groups, blocks, of_shard, shard_bytes = sizes
     group = number // parts  # of all chunks
     token = group // groups * chunk_rows + (group % groups * parts + number % parts) * (_TOKENS // parts)
-    if block < blocks:
-        first = group * blocks + block  # signal
-        if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
-            wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
-        mark_by_warps(trace, "sums", WARPS)
-        _add_own(
-            tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // parts, M_shard),
-            block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS,
-            _tokens_of_pass(CHOICES + RANKS - 1, WARPS, PROMOTE),
-        )
-    return request_by_warps(ctx, 1, WARPS)
+    first = group * blocks + block  # signal
+    if RANKS > 1:  # producer: the work items of the peers for the same tokens and columns
+        wait_for_ranks(ctx, signal_at(ctx, half, first), of_shard, signal, WARPS, False)
+    mark_by_warps(trace, "sums", WARPS)
+    _add_own(
+        tensors, data_at(ctx, half, me), shard_bytes, token, gl.minimum(token + _TOKENS // parts, M_shard),
+        block * COLUMNS, M_shard, N, me, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE,
+    )
+    return item_of_warps(request_by_warps(ctx, 1, WARPS))
 
 
 @gluon.jit
@@ -339,43 +418,37 @@ def add_partition(
 ):
     """Add the rows of tokens, together with other partitions, slice by slice.
 
-    sums: (ctx, tensors, slices, ``done_ptr``, tokens of a rank, N, tokens of a chunk, ``has_large`` of the kernel,
-        half, signal, rank)
+    sums: (ctx, tensors, slices, ``done_ptr``, tokens of a rank, N, tokens of a chunk, (``large_slices``, ``own_delay``)
+        of the kernel, half, signal, rank)
     tensors: pointers to the rows [R, N], to z, to the row of each assignment and to their weights or None
-    slices: as for ``load_partition``
     PROMOTE: whether threads have few registers
 
-    Work items of the last slice are small, because the warps that have multiplied share them, too.
+    Work items of the last slices are small, because the warps that have multiplied share them, too.
     """
-    ctx, _, slices, done_ptr, _, N, _, has_large, _, signal, me = sums
+    ctx, _, slices, done_ptr, _, N, _, order, _, signal, me = sums
     sizes = _sizes_of_shard(sums, COLUMNS)
-    num_chunks, groups, _, _, _ = sizes
-    of_slice = slices[1] * BLOCK_N // COLUMNS  # blocks of a slice; the last one may have fewer
-    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    last = (tiles_n + slices[1] - 1) // slices[1] - 1
-    signals, parts = gl.where(has_large, _SIGNALS, 1), gl.where(has_large, 1, PARTS)
-    large = _items_of_slice(of_slice, num_chunks, groups, signals, parts, RANKS)
-    small = _items_of_slice(of_slice, num_chunks, groups, 1, PARTS, RANKS)
-    num_items = gl.where(signal == 0, 0, last * (large[0] + large[1]) + small[0] + small[1])
+    blocks, tiles_n = sizes[2], (N + BLOCK_N - 1) // BLOCK_N
+    queue = slices, slice_of_column(slices, tiles_n - 1), order[0], order[1], sizes
+    num_items = gl.where(signal == 0, 0, _turn_of_item(_LAST, queue, COLUMNS, RANKS)[1])
     complete = 0
     item = item_of_warps(request_by_warps(ctx, 1, WARPS))
     while item < num_items:
-        slice_id, is_own, number = _place_of_item(item, last, large, small)
-        block, rest = slice_id * of_slice + number % of_slice, number // of_slice
+        slice_id, is_own, number = _place_of_item(item, queue, COLUMNS, RANKS)
+        first_block = _first_block(slices, slice_id, blocks, COLUMNS)
+        of_slice = _first_block(slices, slice_id + 1, blocks, COLUMNS) - first_block
+        block, rest = first_block + number % of_slice, number // of_slice
+        signals, parts = _size_of_items(slice_id, order[0])
         trace = trace_ptr, slices[0] * tiles_n + item  # after the tiles
         mark_by_warps(trace, "starts", WARPS)
         if trace_ptr is not None:  # later also for the peers, if the tokens are this rank's
             mark_by_warps(trace, "waits", WARPS, gl.where(is_own, ALL_PEERS, me))
         complete = _await_tiles(ctx, slice_id, complete, slices, tiles_n, done_ptr, me)
         if is_own == 0:
-            count = gl.where(slice_id < last, signals, 1)
-            answer = _run_item_for_peer(
-                sums, sizes, rest, block, count, trace, COLUMNS, CHOICES, RANKS, WARPS, PROMOTE
+            item = _run_item_for_peer(
+                sums, sizes, rest, block, signals, trace, COLUMNS, CHOICES, RANKS, WARPS, PROMOTE
             )
         else:
-            count = gl.where(slice_id < last, parts, PARTS)
-            answer = _run_own_item(
-                sums, sizes, rest, block, count, trace, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE
+            item = _run_own_item(
+                sums, sizes, rest, block, parts, trace, COLUMNS, CHOICES, RANKS, ROUND_OWN, WARPS, PROMOTE
             )
         mark_by_warps(trace, "ends", WARPS)
-        item = item_of_warps(answer)

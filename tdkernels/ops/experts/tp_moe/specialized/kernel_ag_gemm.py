@@ -102,7 +102,7 @@ def moe_ag_gemm_specialized_kernel(
                 (ctx, tokens, w_desc, memory, bars, tiles, (N, K), steps, waits, trace_ptr, CHOICES, PAIR, W_IS_KN),
             ),
             (_push, ((ctx, x_at, half, signal, sizes), gl.program_id(0), num_comm, trace_ptr, tiles)),
-            (store_partition, (memory, bars, y, pre, tiles, N, None, 1, trace_ptr, PAIR, KEEP, False)),
+            (store_partition, (memory, bars, y, pre, tiles, N, None, None, trace_ptr, PAIR, KEEP, False)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

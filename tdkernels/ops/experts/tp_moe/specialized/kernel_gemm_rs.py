@@ -58,11 +58,14 @@ def _multiply_and_add(
     add_partition(sums, trace_ptr, COLUMNS, CHOICES, RANKS, ROUND_OWN, 4, PROMOTE)
 
 
-@gluon_jit(do_not_specialize=["M_shard", "R", "N", "K", "plan", "chunk_rows", "slice_columns", "has_large", "group_m"])
+@gluon_jit(do_not_specialize=[
+    "M_shard", "R", "N", "K", "plan", "chunk_rows", "slice_firsts", "slice_unit", "large_slices", "own_delay",
+    "group_m",
+])
 def moe_gemm_rs_specialized_kernel(
     ctx, h_desc, w_desc, h_scale_ptr, w_scale_ptr, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr,
     out_desc, z_ptr,
-    M_shard, R, N, K, plan, chunk_rows, slice_columns, has_large, group_m,
+    M_shard, R, N, K, plan, chunk_rows, slice_firsts, slice_unit, large_slices, own_delay, group_m,
     COLUMNS: gl.constexpr, CHOICES: gl.constexpr, RANKS: gl.constexpr, W_IS_KN: gl.constexpr,
     ROUND_OWN: gl.constexpr = False, SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0,
     EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False, trace_ptr=None,
@@ -73,8 +76,9 @@ def moe_gemm_rs_specialized_kernel(
     out_desc: of [1, R, N] with blocks [1, HALF_M, HALF_N]
     w_desc, W_IS_KN, SCALING to PROMOTE: as for ``group_gemm_specialized_kernel``
     done_ptr: int64 [MAX_STAGES], zero: the finished tiles of each slice
-    slice_columns: tile columns of a slice; their BLOCK_N columns are a multiple of COLUMNS
-    has_large: 1 if the work items that add rows are large in all slices but the last, otherwise 0
+    slice_firsts, slice_unit: see ``slices``; the columns of a unit are a multiple of COLUMNS
+    large_slices: number of slices, the first ones, in which the work items that add rows are large
+    own_delay: number of further slices whose sums for the peers come before this rank's tokens of a slice, at least 1
     COLUMNS: columns that are added at a time, as in the portable kernel
     ROUND_OWN: as there
     """
@@ -85,11 +89,11 @@ def moe_gemm_rs_specialized_kernel(
     BLOCK_K: gl.constexpr = h_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     tiles = table_ptr + BY_EXPERT, begins_ptr, (N + BLOCK_N - 1) // BLOCK_N, group_m
-    slices = gl.load(begins_ptr + MAX_STAGES), slice_columns
+    slices = gl.load(begins_ptr + MAX_STAGES), slice_firsts, slice_unit
     memory = make_memory(h_desc.dtype, w_desc.dtype, W_IS_KN, out_desc.dtype)
     bars = make_barriers()
     tensors = out_ptr, z_ptr, rows_ptr, weights_ptr
-    sums = ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, has_large != 0, half, signal, me
+    sums = ctx, tensors, slices, done_ptr, M_shard, N, chunk_rows, (large_slices, own_delay), half, signal, me
     epilogue = h_scale_ptr, R, w_scale_ptr, N, steps, X_STEP, W_STEP, EXPERT_STEP
     operands, out = (h_desc, w_desc), (out_ptr, out_desc)
     gl.warp_specialize(
@@ -111,8 +115,7 @@ def moe_gemm_rs_specialized_kernel(
             (add_partition, (sums, trace_ptr, COLUMNS, CHOICES, RANKS, ROUND_OWN, 2, PROMOTE)),
             (_load, (ctx, operands, memory, bars, tiles, (N, K), signal, steps, slices, trace_ptr, W_IS_KN)),
             (
-                store_partition,
-                (memory, bars, out, out, tiles, N, done_ptr, slice_columns, trace_ptr, False, False, True),
+                store_partition, (memory, bars, out, out, tiles, N, done_ptr, slices, trace_ptr, False, False, True),
             ),
         ],
         WARPS.value,

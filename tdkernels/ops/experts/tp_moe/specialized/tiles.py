@@ -5,7 +5,7 @@ tile column``. It is passed on as ``2 * number``, or as ``2 * number + 1`` if it
 several functions:
 
     tiles    (pointer to the table, pointer to the begins of the stages, tile columns, group_m)
-    slices   (tile rows, tile columns of a slice of the output), of moe_gemm_rs
+    slices   of moe_gemm_rs, see ``specialized.slices``
     problem  (N of a plane, K)
 
 In a trace, the number of a tile is that of its piece.
@@ -31,6 +31,7 @@ from tdkernels.ops.common.specialized.layout import (
 from tdkernels.ops.common.specialized.load import begin_item, end_items, load_steps
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import block_of_tile, store_tile
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES, TILE_WORDS
+from tdkernels.ops.experts.tp_moe.specialized.slices import columns_of_slice, first_column, slice_of_column
 
 _LAST = gl.constexpr(0x7FFFFFFF)
 
@@ -50,13 +51,12 @@ def place_by_stage(item, ends, tiles):
 @gluon.jit
 def place_by_slice(item, slices, tiles):
     """Return (slice, index in the table, tile column) of a work item, slice by slice of the columns."""
-    rows, columns = slices
     _, _, tiles_n, group_m = tiles
-    rows = gl.maximum(rows, 1)  # without tiles the place is not used
-    of_slice = rows * columns
-    first = item // of_slice * columns
-    pid_m, pid_n = swizzle(item % of_slice, rows, gl.maximum(gl.minimum(columns, tiles_n - first), 1), group_m)
-    return item // of_slice, pid_m, first + pid_n
+    rows = gl.maximum(slices[0], 1)  # without tiles the place is not used
+    slice_id = slice_of_column(slices, item // rows)
+    first, columns = first_column(slices, slice_id), columns_of_slice(slices, slice_id, tiles_n)
+    pid_m, pid_n = swizzle(item - first * rows, rows, columns, group_m)
+    return slice_id, pid_m, first + pid_n
 
 
 @gluon.jit
@@ -115,12 +115,12 @@ def load_partition(
 
 @gluon.jit
 def store_partition(
-    memory, bars, y, pre, tiles, N, done_ptr, slice_columns, trace_ptr, PAIR: gl.constexpr, KEEP: gl.constexpr,
+    memory, bars, y, pre, tiles, N, done_ptr, slices, trace_ptr, PAIR: gl.constexpr, KEEP: gl.constexpr,
     COUNTS: gl.constexpr,
 ):
     """Store tiles in y, and with KEEP the input of SwiGLU in pre, see ``grouped_gemm.specialized.partitions``.
 
-    COUNTS: count the stored tiles of each slice of ``slice_columns`` tile columns in ``done_ptr``
+    COUNTS: count the stored tiles of each slice in ``done_ptr``
     """
     sent = memory[4]
     table_ptr, _, tiles_n, _ = tiles
@@ -137,7 +137,7 @@ def store_partition(
         halves = store_tile(memory, bars, y, pre, row, end, pid_n, N, halves, PAIR, KEEP)
         if COUNTS:
             await_tma_stores()
-            add_release_by_warps(done_ptr + pid_n // slice_columns, 1)  # waiter: add_partition of this rank
+            add_release_by_warps(done_ptr + slice_of_column(slices, pid_n), 1)  # waiter: add_partition of this rank
         mark_by_warps((trace_ptr, number), "ends", 1)
         mbarrier.wait(bars.index(OUT_FULL), halves & 1)
         item = read_item(sent.index(0), ONE_WARP)
