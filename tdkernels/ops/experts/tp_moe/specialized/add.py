@@ -52,9 +52,10 @@ def _columns_of_step(columns, rows, few_registers):
 
 
 @gluon.constexpr_function
-def _layout(tokens, warps):
-    """Return the layout of a block of pairs of columns of several tokens."""
-    return gl.BlockedLayout([1, 4], [1, 32], [tokens, warps // tokens], [1, 0])
+def _layout(tokens, warps, columns):
+    """Return the layout of pairs of ``columns`` columns of several tokens. A thread has at most 4 adjacent pairs."""
+    pairs = min(max(columns // 64, 1), 4)
+    return gl.BlockedLayout([1, pairs], [1, 32], [tokens, warps // tokens], [1, 0])
 
 
 @gluon.jit
@@ -174,7 +175,7 @@ def _add_for_peer(
     AT_ONCE: tokens of a pass
     PASSES: passes whose rows are loaded while the rows of as many passes before are added
     """
-    layout: gl.constexpr = _layout(AT_ONCE, WARPS)
+    layout: gl.constexpr = _layout(AT_ONCE, WARPS, COLUMNS)
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     tokens = token + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     pairs = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
@@ -250,9 +251,9 @@ def _add_own(
 
     There are at most _PASSES_HELD passes, because ``end`` - ``token`` is at most _TOKENS.
     """
-    layout: gl.constexpr = _layout(WARPS, WARPS)
     dtype: gl.constexpr = tensors[1].dtype.element_ty
     PIECE: gl.constexpr = _columns_of_step(COLUMNS, CHOICES + RANKS - 1, FEW_REGISTERS)
+    layout: gl.constexpr = _layout(WARPS, WARPS, PIECE)
     z = tensors[1].to(gl.pointer_type(gl.int32), bitcast=True)
     places, weights = _hold_assignments(tensors, me, token, end, M_shard, N, CHOICES, WARPS, WARPS)
     place = _place_of_step(0, token, column, COLUMNS, PIECE, WARPS, layout)
