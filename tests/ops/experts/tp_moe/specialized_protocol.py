@@ -16,7 +16,7 @@ from tdkernels.ops.common import gemm_tile
 from tdkernels.ops.common.specialized import push
 from tdkernels.ops.experts.grouped_gemm.specialized import partitions
 from tdkernels.ops.experts.tp_moe import kernel_route
-from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, slices, tiles
+from tdkernels.ops.experts.tp_moe.specialized import add, gather, kernel_ag_gemm, kernel_gemm_rs, slices, sums, tiles
 from tests.ops.dense import specialized_protocol
 from tests.ops.dense.specialized_protocol import BLOCK_N, functions_of
 from tests.support.subset import THOROUGH
@@ -115,7 +115,7 @@ ROUTE = functions_of(kernel_route, "chunk_at_turn", "first_turn_of", "stage_of_t
 SWIZZLE = functions_of(gemm_tile, "swizzle")
 PUSH_SOURCE = source_of(push, kernel_ag_gemm) + ROUTE + functions_of(gather, "await_tokens")
 GATHER_SOURCE = functions_of(gather, "_assignments", "_pointers")
-ADD_SOURCE = source_of(slices, add, kernel_gemm_rs) + ROUTE
+ADD_SOURCE = source_of(slices, sums, add, kernel_gemm_rs) + ROUTE
 # ``tiles`` replaces functions of ``partitions`` that have the same name.
 _TILES = specialized_protocol.source_of(partitions, tiles) + SWIZZLE
 AG_GEMM_SOURCE = (

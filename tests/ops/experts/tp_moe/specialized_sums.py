@@ -56,7 +56,7 @@ class AddRun:
             data_at=lambda rank, half, owner: (rank * ranks + owner) * STRIDE,
         )
         self.part = TOKENS // self.code["PARTS"]
-        self.code |= {"_add_for_peer": self._add_for_peer, "_add_own": self._add_own}
+        self.code |= {"add_for_peer": self._add_for_peer, "add_own": self._add_own}
 
     def __call__(self):
         threads = {}

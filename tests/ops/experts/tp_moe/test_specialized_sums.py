@@ -68,10 +68,10 @@ def test_sums_of_other_slices(columns, firsts, unit, large, delay):
         AddRun(seed, 2, 20, 1296, columns, (firsts, unit), 16, 2, 1 + seed % 3, large, own_delay=delay)()
 
 
-FOR_PEER = """    _add_for_peer(
+FOR_PEER = """    add_for_peer(
         tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
         gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
-        _tokens_of_pass(CHOICES, WARPS, PROMOTE), _passes_in_flight(CHOICES, PROMOTE),
+        tokens_of_pass(CHOICES, WARPS, PROMOTE), passes_in_flight(CHOICES, PROMOTE),
     )
 """
 NOTIFY = """    notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)
@@ -182,8 +182,8 @@ def test_values_of_sums(columns, weighted, passes, few):
         end = min(token + 16, tokens)
         for column in range(0, n, columns):
             sizes, to = (token, end, column, tokens, n), 2 * STRIDE + 2 * tokens * n
-            code["_add_for_peer"](tensors, to, 2, *sizes, columns, choices, 2, 4, passes)
-            code["_add_own"](tensors, STRIDE, 2 * tokens * n, *sizes, 1, columns, choices, ranks, True, 4, few)
+            code["add_for_peer"](tensors, to, 2, *sizes, columns, choices, 2, 4, passes)
+            code["add_own"](tensors, STRIDE, 2 * tokens * n, *sizes, 1, columns, choices, ranks, True, 4, few)
     chosen = out.reshape(-1, n)[rows] * (weights[:, None] if weighted else 1)
     chosen = np.where(rows[:, None] >= 0, chosen, 0)
     sums = chosen.reshape(ranks, tokens, choices, n).sum(2)
