@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
-_QUARTERS, _MOST_RANKS_WITHOUT_DELAY = 4, 4
+_QUARTERS = 4  # of the columns of moe_gemm_rs
+_MOST_RANKS_WITHOUT_DELAY = 4
 # Steps of K that a program multiplies in a slice, about 25 µs. A large work item takes as long.
 _LEAST_STEPS_FOR_LARGE_ITEMS = 32
 _MOST_RANKS = 64  # threads of the two warps that add
@@ -56,7 +57,7 @@ def supports(
 def supports_gemm_rs(h: torch.Tensor, w: torch.Tensor, ranks: int, config: Any, scales: Scales | None = None) -> bool:
     """Return ``supports`` for moe_gemm_rs.
 
-    Its partitions wait for each rank in a thread of its own, and the begin of a row is an int32 in units of 8 columns.
+    Its partitions wait for each rank in a thread of its own. Offsets of rows are int32, in units of 8 columns.
     """
     fits = ranks <= _MOST_RANKS and h.shape[0] * w.shape[1] < 8 << 31
     return fits and supports(h, w, None, config, scales)
@@ -149,8 +150,8 @@ def gemm_rs_arguments(
 def slices_of(n: int, piece_columns: int) -> tuple[list[int], int]:
     """Return (first unit of each slice of an output [R, n], tile columns of a unit). A unit has whole pieces.
 
-    The slices are quarters of the columns, of which the last is divided into two: what it leaves to add and to send
-    after the last tile is not hidden. More slices would read the rows h more often.
+    The slices are quarters of the columns. The last quarter is divided into two slices, because the sums of the last
+    slice start after the last tile, so the GEMM does not hide them. Each slice reads all rows of h.
     """
     from tdkernels.ops.experts.tp_moe.specialized.slices import NO_SLICE
 

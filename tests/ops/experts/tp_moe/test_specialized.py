@@ -104,7 +104,7 @@ def test_most_ranks(monkeypatch):
 
 @pytest.mark.parametrize("rows, supported", [((1 << 34) // 8192 - 1, True), ((1 << 34) // 8192, False)])
 def test_most_rows(monkeypatch, rows, supported):
-    """The begin of each row, in units of 8 columns, is an int32."""
+    """The offset of each row, in units of 8 columns, is an int32."""
     monkeypatch.setattr(launch_specialized, "supports", lambda *_: True)
     h, w = SimpleNamespace(shape=(rows, 64)), SimpleNamespace(shape=(8, 8192, 64))
     assert launch_specialized.supports_gemm_rs(h, w, 1, None) == supported

@@ -91,7 +91,7 @@ SUM_MUTANTS = {
     "a work item has one signal": (
         "+ first), blocks, count, owner", "+ first), blocks, gl.minimum(count, 1), owner",
     ),
-    "the last turn is lost": ("range(queue[1] + 1 + queue[3])", "range(queue[1] + queue[3])"),
+    "the last turn is lost": ("range(last + 1 + own_delay)", "range(last + own_delay)"),
     "own tokens have the numbers of the peers' tokens": ("- gl.where(is_own, of_peers, 0)", "- 0"),
     "a turn has no items for own tokens": ("end += of_peers + of_own", "end += of_peers"),
     "the first item of a turn is in the turn before": ("turn += gl.where(item >= end", "turn += gl.where(item > end"),
@@ -128,7 +128,9 @@ SUM_MUTANTS = {
     "peers' tokens are this rank's": ("chunk_at_turn(num_chunks + number", "chunk_at_turn(number"),
     "parts of own tokens are lost": ("+ number % parts) * (_TOKENS", ") * (_TOKENS"),
     "a part has the tokens of a signal": ("gl.minimum(token + _TOKENS // parts", "gl.minimum(token + _TOKENS"),
-    "items of all slices are large": ("_size_of_items(slice_id, order[0])", "_size_of_items(0, order[0])"),
+    "items of all slices are large": (
+        "signals, parts = _size_of_items(slice_id,", "signals, parts = _size_of_items(0,",
+    ),
     "the peers' items are counted as large": ("_size_of_items(turn, large_slices)", "_size_of_items(0, large_slices)"),
     "own items are counted as large": ("_size_of_items(own, large_slices)", "_size_of_items(0, large_slices)"),
     "signals are in the order of the blocks": (

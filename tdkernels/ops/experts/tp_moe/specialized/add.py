@@ -72,8 +72,9 @@ def _turn_of_item(item, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
 
     An item past the last one has the turn after the last, and the number of all work items.
     """
+    _, last, _, own_delay, _ = queue
     turn, first, end = 0, 0, 0
-    for i in range(queue[1] + 1 + queue[3]):
+    for i in range(last + 1 + own_delay):
         of_peers, of_own = _items_of_turn(i, queue, COLUMNS, RANKS)
         end += of_peers + of_own
         turn += gl.where(item >= end, 1, 0)
@@ -84,10 +85,11 @@ def _turn_of_item(item, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
 @gluon.jit
 def _place_of_item(item, queue, COLUMNS: gl.constexpr, RANKS: gl.constexpr):
     """Return (slice, whether the tokens are this rank's, index among the slice's items of that kind) of a work item."""
+    _, _, _, own_delay, _ = queue
     turn, first = _turn_of_item(item, queue, COLUMNS, RANKS)
-    of_peers = _items_of_turn(turn, queue, COLUMNS, RANKS)[0]
+    of_peers, _ = _items_of_turn(turn, queue, COLUMNS, RANKS)
     is_own = item >= first + of_peers
-    return turn - gl.where(is_own, queue[3], 0), is_own, item - first - gl.where(is_own, of_peers, 0)
+    return turn - gl.where(is_own, own_delay, 0), is_own, item - first - gl.where(is_own, of_peers, 0)
 
 
 @gluon.jit
@@ -174,9 +176,10 @@ def add_partition(
     Work items of the last slices are small, because the warps that have multiplied share them, too.
     """
     ctx, _, slices, done_ptr, _, N, _, order, _, signal, me = sums
+    large_slices, own_delay = order
     sizes = _sizes_of_shard(sums, COLUMNS)
     blocks, tiles_n = sizes[2], (N + BLOCK_N - 1) // BLOCK_N
-    queue = slices, slice_of_column(slices, tiles_n - 1), order[0], order[1], sizes
+    queue = slices, slice_of_column(slices, tiles_n - 1), large_slices, own_delay, sizes
     num_items = gl.where(signal == 0, 0, _turn_of_item(_LAST, queue, COLUMNS, RANKS)[1])
     complete = 0
     item = item_of_warps(request_by_warps(ctx, 1, WARPS))
@@ -185,7 +188,7 @@ def add_partition(
         first_block = _first_block(slices, slice_id, blocks, COLUMNS)
         of_slice = _first_block(slices, slice_id + 1, blocks, COLUMNS) - first_block
         block, rest = first_block + number % of_slice, number // of_slice
-        signals, parts = _size_of_items(slice_id, order[0])
+        signals, parts = _size_of_items(slice_id, large_slices)
         trace = trace_ptr, slices[0] * tiles_n + item  # after the tiles
         mark_by_warps(trace, "starts", WARPS)
         if trace_ptr is not None:  # later also for the peers, if the tokens are this rank's

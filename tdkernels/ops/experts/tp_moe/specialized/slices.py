@@ -1,7 +1,8 @@
 """Slices of the columns of the output, of the warp-specialized moe_gemm_rs.
 
 They have different widths, in units of some tile columns. Byte i of an int64 argument is the first unit of slice i, or
-NO_SLICE. Byte MAX_SLICES is always NO_SLICE. An argument of several functions:
+NO_SLICE. Byte MAX_SLICES is always NO_SLICE. The host computes them, because the kernel needed more registers and
+instructions to do so. An argument of several functions:
 
     slices  (tile rows, first units of all slices, tile columns of a unit)
 """

@@ -50,8 +50,8 @@ def _hold_assignments(
 ):
     """Return (places, weights) of the assignments of the next PASSES_HELD passes, in tuples of [AT_ONCE, PASSES_HELD].
 
-    The passes begin with token ``token`` of rank ``owner``. The place of a row is its begin in units of 8 columns, or
-    -1 for an assignment without a row and for tokens from ``end`` on. Such an assignment has weight 0. There are no
+    The passes begin with token ``token`` of rank ``owner``. The place of a row is its offset in units of 8 columns. It
+    is -1 for an assignment without a row, and for tokens from ``end`` on. Such an assignment has weight 0. There are no
     weights if all are 1.
 
     A lane holds those of one pass for its warp, so a pass gets them by shuffles. If it loaded them, it would wait,
