@@ -255,6 +255,14 @@ class Workspace(Mailbox):
         if not torch.cuda.is_current_stream_capturing():
             self.group.stream_order(self.device).after(stream)
 
+    def extend_launch(self) -> None:
+        """Make launches on other streams also wait for what the current stream has launched since the last launch.
+
+        For a kernel that reads the buffer after that launch, and neither sends nor waits.
+        """
+        if not self._on_cpu and not torch.cuda.is_current_stream_capturing():
+            self.group.stream_order(self.device).after(None)
+
     def _refuse_to_go_on(self):
         """Raise the error of an earlier call that an exception ended in the middle of its kernel, on the CPU."""
         self.group.break_off(

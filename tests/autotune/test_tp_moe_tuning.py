@@ -58,7 +58,7 @@ def test_all_ranks_find_the_same_entry(tmp_path, problem):
 
 
 def check_reference(operator):
-    """Check that the reference rejects a candidate for a gradient if any of its outputs is wrong."""
+    """Check that the reference rejects a candidate for a gradient if its output is wrong."""
     group, op = dist.group.WORLD, tunable(operator)
     problem = problem_of(operator, (8, 16, 16, 3, 2), "kn", "bfloat16")
     operands = op.operands(problem, device(), torch.Generator(device()).manual_seed(1 + dist.get_rank()))
@@ -67,7 +67,7 @@ def check_reference(operator):
         outputs = op.run(op.prepared(operands, problem, group, config), problem, group, config)
         tdkernels.synchronize()
         reference.check(op.comparable(outputs, problem))
-        for output in outputs[:3] if operator == "moe_ag_gemm" else [outputs]:
+        for output in outputs[:1] if operator == "moe_ag_gemm" else [outputs]:
             correct = output.clone()
             output.mul_(1.25)
             with pytest.raises(ArithmeticError, match="wrong: errors"):
@@ -478,9 +478,8 @@ def test_call_launches_the_precompiled_kernels(operator, layout):
         x, *_, weights, w = operands if operator != "tp_moe" else (operands[0], *operands[2:4])
         routing = op._unrouted(problem, config, x.device)
         activation = None if layout in ("nk", "kn", "none") else layout
-        gradients = tp_moe_launch_ag_gemm.Gradients(operands[1], torch.ones(64, 2)) if layout == "kn" else None
         if operator != "moe_gemm_rs":
-            first.launch(x, w, routing, config, activation, gradients=gradients)
+            first.launch(x, w, routing, config, activation)
         if operator != "moe_ag_gemm":
             w_down, topk_weights = operands[-1], None if layout == "kn" else torch.ones(64, 2)
             second.launch(x.new_empty(128, w_down.shape[2]), w_down, routing, topk_weights, config)

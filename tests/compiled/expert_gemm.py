@@ -19,8 +19,8 @@ from tdkernels.ops.experts.grouped_gemm import launch_weights as grouped_gemm_la
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
-from tdkernels.ops.experts.tp_moe import launch_dots as tp_moe_launch_dots
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import launch_gradients as tp_moe_launch_gradients
 from tdkernels.ops.experts.tp_moe import launch_unfused as tp_moe_launch_unfused
 from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
@@ -97,10 +97,11 @@ def compile_scaled(arch, dtype, kind, activation=None, **options):
 
 # Launches of tp_moe and its backward: the routing and the grouped GEMMs. Launches of the same kernel differ in its
 # compile-time options: transposed weight, SwiGLU, top-k weights.
-TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "scales", "dots"]
+TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "scales"]
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
-TP_MOE_UNFUSED = ["unfused sums", "unfused sums, weighted", "unfused gradients"]
+TP_MOE_UNFUSED = ["unfused sums", "unfused sums, weighted"]
+TP_MOE_GRADIENTS = ["gradients", "gradients, swiglu", "gradients, interleaved", "gathered rows"]
 
 
 @functools.cache
@@ -115,29 +116,32 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
-        route_launches, dots_launches, row_launches, sum_launches, unfused_launches = (
+        route_launches, row_launches, sum_launches, unfused_launches, gradient_launches = (
             stack.enter_context(recorded_launches(module)) for module in (
-                moe_routing, tp_moe_launch_dots, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs, tp_moe_launch_unfused
+                moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs, tp_moe_launch_unfused,
+                tp_moe_launch_gradients,
             )
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
         for parts in (), (weights[:tokens].to(dtype), torch.ones(tokens, 3)):
             routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3, *parts)
-        tp_moe_launch_dots.sums_of_dots(torch.zeros(3, weights.numel()), routing.rows)
         rows = functools.partial(tp_moe_launch_ag_gemm.launch, routing=routing, config=config)
         rows(x, gate_up)
         h = rows(x, gate_up, activation="swiglu", keep=True).y
         dpre = rows(x, gate_up, activation="swiglu_interleaved", keep=True).pre
-        rows(x, down.transpose(1, 2), gradients=tp_moe_launch_ag_gemm.Gradients(h, weights))
+        rows(x, down.transpose(1, 2), keep_rows=True)
         tp_moe_launch_gemm_rs.launch(h, down, routing, weights, config)
         tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
         for of_rows in None, weights:
             tp_moe_launch_unfused.sums(h, routing.rows, of_rows)
-        tp_moe_launch_unfused.gradients(h, h.clone(), routing.choices, weights)
-    names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS + TP_MOE_UNFUSED
+        for inner, activation in (h.clone(), None), (dpre, "swiglu"), (dpre, "swiglu_interleaved"):
+            tp_moe_launch_gradients.gradients(h, inner, weights, routing, activation)
+        tp_moe_launch_gradients.gathered_rows(x, routing, tp_moe_launch_ag_gemm.get_workspace(group, x.device, ""))
+    names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS + TP_MOE_UNFUSED + TP_MOE_GRADIENTS
     # Both routings place and order the rows in the same way.
-    route_launches = route_launches[:2] + route_launches[-5:] + dots_launches
-    return dict(zip(names, route_launches + row_launches + sum_launches + unfused_launches, strict=True))
+    route_launches = route_launches[:2] + route_launches[-5:]
+    launches = route_launches + row_launches + sum_launches + unfused_launches + gradient_launches
+    return dict(zip(names, launches, strict=True))
 
 
 def compile_tp_moe(name, arch, dtype=BF16, **options):

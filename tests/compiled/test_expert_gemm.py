@@ -8,6 +8,7 @@ import torch
 from tdkernels.ops.common.tile_config import Tiles
 from tests.compiled.expert_gemm import (
     EP_MOE,
+    TP_MOE_GRADIENTS,
     TP_MOE_ROUTE,
     TP_MOE_ROWS,
     TP_MOE_SCALED,
@@ -124,12 +125,12 @@ _ON_ONE_VENDOR = ("rows, interleaved", "gradient of rows")
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_tp_moe_without_gemms_compiles(arch):
-    for name in TP_MOE_ROUTE + TP_MOE_UNFUSED:
+    for name in TP_MOE_ROUTE + TP_MOE_UNFUSED + TP_MOE_GRADIENTS:
         compile_tp_moe(name, arch)
 
 
-@pytest.mark.parametrize("name", TP_MOE_UNFUSED)
-def test_tp_moe_unfused_accesses_16_bytes(name):
+@pytest.mark.parametrize("name", [*TP_MOE_UNFUSED, "gradients", "gradients, swiglu", "gathered rows"])
+def test_tp_moe_without_gemms_accesses_16_bytes(name):
     ptx = compile_tp_moe(name, "sm_90", sizes=(256, 2, 4, 512, 1024)).asm["ptx"]
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
@@ -146,7 +147,8 @@ def test_tp_moe_gemms_compile(arch, name, dtype):
 
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
 def test_tp_moe_with_odd_sizes_compiles(arch, sizes, ranks):
-    for name in (*TP_MOE_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows", *TP_MOE_UNFUSED):
+    for name in (*TP_MOE_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows", *TP_MOE_UNFUSED,
+                 *TP_MOE_GRADIENTS):
         with without_machine_code(name != "sums"):
             compile_tp_moe(name, arch, sizes=sizes, ranks=ranks)
 

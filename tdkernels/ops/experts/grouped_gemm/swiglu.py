@@ -29,7 +29,7 @@ def swiglu_gradient(dh, gate, up):
 
 
 @td.jit
-def _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION: tl.constexpr):
+def gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION: tl.constexpr):
     """Load columns of a row of [R, 2 * I]. Return (gate and up in fp32, index of the gate, index of up)."""
     pre = tl.cast(row, tl.int64) * 2 * I
     if ACTIVATION == HALVES:
@@ -52,7 +52,7 @@ def swiglu_kernel(
         for first in range(0, I, BLOCK):
             offs = first + tl.arange(0, BLOCK)
             mask = offs < I
-            gate, up, _, _ = _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
+            gate, up, _, _ = gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
             h = td.from_float32(swiglu(gate, up), h_ptr.dtype.element_ty)
             tl.store(h_ptr + tl.cast(row, tl.int64) * I + offs, h, mask=mask)
 
@@ -68,7 +68,7 @@ def swiglu_backward_kernel(
         for first in range(0, I, BLOCK):
             offs = first + tl.arange(0, BLOCK)
             mask = offs < I
-            gate, up, at_gate, at_up = _gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
+            gate, up, at_gate, at_up = gate_and_up(pre_ptr, row, offs, mask, I, ACTIVATION)
             dh = td.to_float32(tl.load(dh_ptr + tl.cast(row, tl.int64) * I + offs, mask=mask, other=0.0))
             dgate, dup = swiglu_gradient(dh, gate, up)
             tl.store(dpre_ptr + at_gate, td.from_float32(dgate, dpre_ptr.dtype.element_ty), mask=mask)

@@ -81,7 +81,7 @@ class MoeTunable(ConfigTunable):
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernels support a problem with ``warp_specialize``."""
-        if problem.layout == "swiglu_interleaved" or self.name == "moe_ag_gemm" and problem.layout == "kn":
+        if problem.layout == "swiglu_interleaved":
             return False
         weights = self.weights(problem)
         fits = problem.layout != "kn" or all(k % LARGE.block_k == 0 for _, _, k in weights)

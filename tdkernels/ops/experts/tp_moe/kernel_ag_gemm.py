@@ -19,7 +19,7 @@ from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
 from tdkernels.ops.common.gemm_tile import as_aligned, scale_of_row, swizzle
 from tdkernels.ops.common.work_interleaving import split_piece
 from tdkernels.ops.experts.grouped_gemm.kernel import store_product
-from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, scales_of_expert, store_gradient
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, scales_of_expert
 from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
 BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # maximum size of a work item that copies or sums rows
@@ -98,15 +98,14 @@ def _copy_piece(
 def moe_ag_gemm_kernel(
     ctx, x_ptr, sorted_ptr, sorted_desc, w_ptr, w_desc, x_scale_ptr, w_scale_ptr,
     rows_ptr, table_ptr, begins_ptr, done_ptr, y_ptr, pre_ptr,
-    h_ptr, weighted_ptr, weights_ptr, dots_ptr, choices_ptr,
     M_shard, R, N, K, stride_plane, stride_w, slot_rows, plan, num_comm, chunk_rows, stages, group_m,
     COPY_WORDS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Compute y [R, N]: the tokens of all ranks, one row per assignment, times the weight of the row's expert.
 
-    ``sorted_ptr`` gets these rows, [R, K]. With ``weights_ptr`` y is the gradient of rows h, and the other results of
-    ``store_gradient`` are stored too. ``x_scale_ptr`` and ``w_scale_ptr`` are the scales of the rows [R, ·] and of the
-    weights of fp8 operands, or None. ``done_ptr`` counts the finished copies of each stage; it must be zero initially.
+    ``sorted_ptr`` gets these rows, [R, K]. ``x_scale_ptr`` and ``w_scale_ptr`` are the scales of the rows [R, ·] and of
+    the weights of fp8 operands, or None. ``done_ptr`` counts the finished copies of each stage; it must be zero
+    initially.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -184,16 +183,7 @@ def moe_ag_gemm_kernel(
                 )
                 answer = td.fetch_work_item(ctx)
                 td.mark(trace, "stores")
-                if weights_ptr is not None:
-                    choice = tl.load(choices_ptr + offs_m, mask=offs_m < past, other=0)
-                    weight = tl.load(weights_ptr + choice, mask=offs_m < past, other=0.0)
-                    dots = store_gradient(
-                        acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
-                    )
-                    # Partial sums of this tile column. The host sums over the tile columns.
-                    tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
-                else:
-                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
+                store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
         td.mark(trace, "finishes")
         piece = td.await_work_item(answer)
         td.mark(trace, "ends")

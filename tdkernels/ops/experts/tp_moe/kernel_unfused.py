@@ -1,4 +1,4 @@
-"""Kernels of method "torch" of tp_moe: the steps between torch's grouped GEMMs and collectives."""
+"""Kernel of method "torch" of tp_moe, between torch's grouped GEMM and its reduce-scatter."""
 
 import triton.language as tl
 
@@ -26,26 +26,3 @@ def moe_sums_kernel(
             y *= tl.load(weights_ptr + at, mask=row >= 0, other=0.0)
         total += y
     tl.store(sums_ptr + token * N + offs, td.from_float32(total, sums_ptr.dtype.element_ty), mask=there)
-
-
-@td.jit
-def moe_gradients_kernel(
-    dh_ptr, h_ptr, choices_ptr, weights_ptr, weighted_dh_ptr, weighted_h_ptr, dots_ptr, N, BLOCK: tl.constexpr,
-):
-    """Multiply a row of dh and of h, each [R, N], by its routing weight, and store the dot product of the two rows.
-
-    choices_ptr: int32 [R], the assignment of each row; weights_ptr: fp32, the routing weight of each assignment
-    dots_ptr: fp32 [R], without the routing weight
-    """
-    row = tl.cast(tl.program_id(0), tl.int64)
-    weight = tl.load(weights_ptr + tl.load(choices_ptr + row))
-    dots = tl.full((BLOCK,), 0.0, tl.float32)
-    for first in range(0, N, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        there, at = offs < N, row * N + offs
-        dh = td.to_float32(tl.load(dh_ptr + at, mask=there, other=0.0))
-        h = td.to_float32(tl.load(h_ptr + at, mask=there, other=0.0))
-        tl.store(weighted_dh_ptr + at, td.from_float32(dh * weight, weighted_dh_ptr.dtype.element_ty), mask=there)
-        tl.store(weighted_h_ptr + at, td.from_float32(h * weight, weighted_h_ptr.dtype.element_ty), mask=there)
-        dots += dh * h
-    tl.store(dots_ptr + row, td.sum_of(dots, 0))

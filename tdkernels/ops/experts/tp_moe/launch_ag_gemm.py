@@ -13,6 +13,7 @@ from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.ops.experts.tp_moe.launch_gradients import gathered_rows
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
@@ -38,31 +39,13 @@ def problem_fields(
 
 
 @dataclass
-class Gradients:
-    """Additional inputs and outputs of a launch that computes the gradient of ``h``.
-
-    Attributes:
-        h: Input: the rows [R, N].
-        weights: Input: routing weights of all ranks, [M, k] fp32.
-        weighted: Output: h times the routing weights of its rows, [R, N].
-        dots: Output: fp32 [tile columns, R], partial dot products of the unweighted gradients with h.
-    """
-
-    h: torch.Tensor
-    weights: torch.Tensor
-    weighted: torch.Tensor | None = None
-    dots: torch.Tensor | None = None
-
-
-@dataclass
 class Launched:
     """Outputs of a launch.
 
     Attributes:
         y: Products [R, ·].
         pre: Input of SwiGLU, or None.
-        rows: Token of each row, [R, K]. ``launch`` returns it only with ``gradients``; a warp-specialized kernel does
-            not make it.
+        rows: Token of each row, [R, K], or None. A warp-specialized kernel does not make it.
     """
 
     y: torch.Tensor
@@ -71,7 +54,7 @@ class Launched:
 
 
 def _arguments(
-    ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None, scales=None
+    ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, scales=None
 ):
     """Return (arguments of the kernel, its constants).
 
@@ -82,12 +65,9 @@ def _arguments(
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
-    of_gradient = (None,) * 5
-    if gradients is not None:
-        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, choices
     args = (
         ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc,
-        *gemm_operands.scale_pointers(scales), of_choices, table, begins, done, made.y, made.pre, *of_gradient,
+        *gemm_operands.scale_pointers(scales), of_choices, table, begins, done, made.y, made.pre,
         tokens, choices.shape[0], n, k, *strides,
         routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )
@@ -110,7 +90,7 @@ def _output_specs(x, w, rows, activation, keep, scales):
 
 def compile(
     x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
-    activation: str | None = None, gradients: Gradients | None = None,
+    activation: str | None = None,
 ) -> None:
     """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":
@@ -120,23 +100,17 @@ def compile(
     made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
-    if gradients is not None:
-        made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
-        gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
-    if gradients is None and launch_specialized.supports(x, weight_layout(w, activation)[0], activation, config):
+    if launch_specialized.supports(x, weight_layout(w, activation)[0], activation, config):
         made = Launched(x.new_empty(1, planes_of(w, activation)[1]), None)
         launch_specialized.compile_ag_gemm(ctx, x, w, routing, routed, made, config, activation)
         return
-    args, constants = _arguments(
-        ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
-    )
+    args, constants = _arguments(ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation)
     moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(
     x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
-    activation: str | None = None, keep: bool = False, gradients: Gradients | None = None,
-    scales: Scales | None = None,
+    activation: str | None = None, keep: bool = False, keep_rows: bool = False, scales: Scales | None = None,
 ) -> Launched:
     """Gather the tokens x [M / W, K] of all ranks, and multiply them by the weights of their experts.
 
@@ -147,48 +121,45 @@ def launch(
         config: MoeTpConfig with tiles.
         activation: As in ``moe_ag_gemm``.
         keep: Return the input of SwiGLU as ``pre``.
-        gradients: If given, compute the gradient of ``gradients.h``, and fill in ``weighted`` and ``dots``.
+        keep_rows: Return the token of each row as ``rows``.
         scales: For x and w in fp8: the scales of the rows [R, ·], which are not those of x, and of w.
     """
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
+    if keep_rows:
+        x = gemm_operands.rows_contiguous(x)
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
-    of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
-    differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
+    differs = activation, keep, gemm_operands.dot_precision(x.dtype)
     key = config, routing.sizes, *differs, None if scales is None else scales.key
     y, *others = launch_cached(
-        workspace, key, (x, w, *routed, done, *of_gradient, *gemm_operands.scale_pointers(scales)),
-        lambda *of: _prepare(workspace, routing, of, config, *differs[:3], scales),
+        workspace, key, (x, w, *routed, done, *gemm_operands.scale_pointers(scales)),
+        lambda *of: _prepare(workspace, routing, of, config, activation, keep, scales),
         lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
     )
-    if gradients is not None:
-        gradients.weighted, gradients.dots, rows = others
-        return Launched(y, None, rows)
-    return Launched(y, others[0] if keep and activation else None)
+    pre = others.pop(0) if keep and activation else None
+    if not keep_rows:
+        return Launched(y, pre)
+    return Launched(y, pre, others.pop() if others else gathered_rows(x, routing, workspace))
 
 
-def _prepare(workspace, routing, operands, config, activation, keep, gradient, scales):
+def _prepare(workspace, routing, operands, config, activation, keep, scales):
     """Return the Launch for ``operands``, which include the tensors of the routing. ``routing`` gives only sizes."""
-    x, w, *routed, done, h, weights, scale_x, scale_w = operands
+    x, w, *routed, done, scale_x, scale_w = operands
     scales = None if scales is None else scales._replace(x=scale_x, weight=scale_w)
     _, choices, table, _ = routed
     k, tiles = x.shape[1], config.tiles
     made = _output_specs(x, w, choices.shape[0], activation, keep, scales)
-    gradients, to_make = None, [made.y] if made.pre is None else [made.y, made.pre]
-    if gradient:
-        dots = output_spec(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
-        gradients = Gradients(h, weights, output_spec(x, *made.y.shape), dots)
-        to_make += [gradients.weighted, dots]
+    to_make = [made.y] if made.pre is None else [made.y, made.pre]
     num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
-    fields = {**problem_fields(x, w, routing, activation), "gradient": gradient}
+    fields = problem_fields(x, w, routing, activation)
     fields = with_config(fields if scales is None else {**fields, **scales.fields}, config)
     plan = workspace.prepare(
         "moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks,
         launch_specialized.num_flags(routing, config),
     )
-    if not gradient and launch_specialized.supports(x, w, activation, config, scales):
+    if launch_specialized.supports(x, w, activation, config, scales):
         args, constants = launch_specialized.ag_gemm_arguments(
             workspace.ctx, x, w, routing, routed, made, plan, launch_specialized.num_pushing(num_comm, x.device),
             config, activation, scales,
@@ -196,7 +167,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient, s
         kernel, grid = launch_specialized.ag_gemm_kernel(), launch_specialized.grid(x.device)
         return Launch(workspace, kernel, grid, args, constants, operands, to_make, [workspace.ctx])
     args, constants = _arguments(
-        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients, scales
+        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, scales
     )
     tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
     blocks = cdiv(routing.chunk_rows, BLOCK_TOKENS) * cdiv(k, constants["PIECE"].columns)

@@ -1,8 +1,8 @@
-"""Launch the kernels of method "torch" of tp_moe."""
+"""Launch the kernel of method "torch" of tp_moe."""
 
 import torch
 
-from tdkernels.ops.experts.tp_moe.kernel_unfused import moe_gradients_kernel, moe_sums_kernel
+from tdkernels.ops.experts.tp_moe.kernel_unfused import moe_sums_kernel
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 
@@ -22,38 +22,10 @@ def sums(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> t
 
 
 def _prepare_sums(y, rows, weights):
-    (tokens, choices), width, block = rows.shape, y.shape[1], _block(y.shape[1])
+    (tokens, choices), width = rows.shape, y.shape[1]
+    block = min(next_power_of_2(width), _MOST_COLUMNS)
     out = output_spec(y, tokens, width)
     args = y, rows, rows if weights is None else weights, out, choices, width
     constants = {"WEIGHTED": weights is not None, "BLOCK": block, "num_warps": 4}
     grid, operands = (tokens, cdiv(width, block)), (y, rows, weights)
     return Launch(local_workspace_of(y.device), moe_sums_kernel, grid, args, constants, operands, [out], [])
-
-
-def gradients(
-    dh: torch.Tensor, h: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dh and h [R, N] times the routing weights of their rows, and the dot product of each pair, [R] fp32.
-
-    Args:
-        dh: Gradients of rows before the routing weights are applied.
-        h: Rows.
-        choices: Assignment of each row, [R] int32.
-        weights: Routing weights [M, k] fp32.
-    """
-    operands = dh.contiguous(), h.contiguous(), choices, weights
-    workspace = local_workspace_of(h.device)
-    weighted_dh, weighted_h, dots = launch_cached(workspace, ("moe gradients",), operands, _prepare_gradients)
-    return weighted_dh, weighted_h, dots
-
-
-def _prepare_gradients(dh, h, choices, weights):
-    operands, (rows, width) = (dh, h, choices, weights), h.shape
-    outputs = [output_spec(h, rows, width), output_spec(h, rows, width), output_spec(h, rows, dtype=torch.float32)]
-    args = *operands, *outputs, width
-    constants = {"BLOCK": _block(width), "num_warps": 4}
-    return Launch(local_workspace_of(h.device), moe_gradients_kernel, (rows,), args, constants, operands, outputs, [])
-
-
-def _block(width):
-    return min(next_power_of_2(width), _MOST_COLUMNS)

@@ -13,10 +13,13 @@ and sends the sum to the token's rank. That rank adds the sums of all ranks in f
 Backward. Only shards are saved.
 
     operator      dgrad                                                      wgrad
-    moe_gemm_rs   dh by a moe_ag_gemm of dy; its epilogue also computes      grouped GEMM of the gathered rows of dy and
-                  the weighted h and the terms of dtopk_weights              the weighted h
+    moe_gemm_rs   a moe_ag_gemm of dy; then ``moe_gradients_kernel``         grouped GEMM of the gathered rows of dy and
+                  computes dh, the weighted h and dtopk_weights              the weighted h
     moe_ag_gemm   dx by a moe_gemm_rs of the gradient of SwiGLU's input;     grouped GEMM with the gathered rows of x
                   x is gathered concurrently, on the side stream
+
+In tp_moe with an activation, h is not saved. ``moe_gradients_kernel`` computes it again from the input of SwiGLU, and
+computes the gradient of that input instead of dh.
 
 Each dgrad selects its own config, under the layout "kn". Chunks and stages are given by the routing of the forward.
 
@@ -31,6 +34,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import check_fast_accum, reject_fp8_gradients
+from tdkernels.ops.experts.grouped_gemm.launch import swiglu_backward
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.fp8 import down_stage, fp8_configs, gate_up_stage
@@ -41,6 +45,7 @@ from tdkernels.ops.experts.tp_moe.steps import (
     first_fields,
     first_forward,
     gate_up_backward,
+    layer_backward,
     routing_of,
     second_forward,
     tp_moe_configs,
@@ -126,7 +131,8 @@ class _AgGemm(torch.autograd.Function):
         autograd.reject_second_derivatives("moe_ag_gemm")
         x, w, pre = ctx.saved_tensors
         need = ctx.needs_input_grad[:2]
-        return *gate_up_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 4
+        dpre = swiglu_backward(dh, pre, ctx.routing.splits, ctx.activation) if ctx.activation else dh
+        return *gate_up_backward(dpre, x, w, ctx.routing, ctx.config, *need), *[None] * 4
 
 
 class _GemmRs(torch.autograd.Function):
@@ -142,29 +148,30 @@ class _GemmRs(torch.autograd.Function):
         autograd.reject_second_derivatives("moe_gemm_rs")
         h, w, weights = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        gradients = down_backward(dy, h, w, weights, ctx.routing, ctx.config, *need[1:])
+        gradients = down_backward(dy, h, w, weights, ctx.routing, None, ctx.config, *need[1:])
         dh, dw, dweights = (dx if needed else None for dx, needed in zip(gradients, need, strict=True))
         return dh, dw, None if dweights is None else dweights.to(ctx.weights_dtype), None, None, None
 
 
+class _Layer(torch.autograd.Function):
+    """Both stages. With an activation the input of SwiGLU is saved, from which the backward computes h again."""
+
+    @staticmethod
+    def forward(ctx, x, topk_weights, w_gate_up, w_down, routing, activation, configs):
+        h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep=True)
+        y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
+        ctx.save_for_backward(x, pre if activation else h, weights, w_gate_up, w_down)
+        ctx.call, ctx.weights_dtype = (routing, activation, configs.backward), topk_weights.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        autograd.reject_second_derivatives("tp_moe")
+        dx, dtopk, *dw = layer_backward(dy, *ctx.saved_tensors, *ctx.call, ctx.needs_input_grad[:4])
+        return dx, None if dtopk is None else dtopk.to(ctx.weights_dtype), *dw, *[None] * 3
+
+
 # ---- public functions ----
-
-
-def _gate_up(operator, x, topk_ids, w, activation, group, configs, topk_weights=None):
-    """Run moe_ag_gemm with valid operands and the configs of ``choose_configs``, and return (h, routing)."""
-    routing = routing_of(operator, topk_ids, w, group, configs.first, topk_weights)
-    if not x.shape[0]:
-        return _empty_output(w.shape[1] // (2 if activation else 1), x, w), routing
-    if not autograd.may_be_differentiated([x, w]):
-        return first_forward(x, w, routing, activation, configs.first, keep=False)[0], routing
-    return _AgGemm.apply(x, w, routing, activation, configs.first, configs.backward), routing
-
-
-def _down(h, topk_weights, w, routing, configs):
-    """Run moe_gemm_rs with valid operands, and return y."""
-    if not autograd.may_be_differentiated([h, topk_weights, w]):
-        return second_forward(h, w, topk_weights, routing, configs.second)[0]
-    return _GemmRs.apply(h, w, topk_weights, routing, configs.second, configs.backward)
 
 
 @outside_graphs
@@ -220,7 +227,12 @@ def moe_ag_gemm(
         fields = first_fields(x, topk_ids, w, activation)
         configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields, first=w)
         call_cache.insert(group, key, configs)
-    return _gate_up("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
+    routing = routing_of("moe_ag_gemm", topk_ids, w, group, configs.first)
+    if not x.shape[0]:
+        return _empty_output(w.shape[1] // (2 if activation else 1), x, w), routing
+    if not autograd.may_be_differentiated([x, w]):
+        return first_forward(x, w, routing, activation, configs.first, keep=False)[0], routing
+    return _AgGemm.apply(x, w, routing, activation, configs.first, configs.backward), routing
 
 
 @outside_graphs
@@ -272,7 +284,9 @@ def moe_gemm_rs(
     configs = choose_configs("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields, second=w)
     if not tokens:
         return _empty_output(w.shape[1], h, topk_weights, w)
-    return _down(h, topk_weights, w, routing, configs)
+    if not autograd.may_be_differentiated([h, topk_weights, w]):
+        return second_forward(h, w, topk_weights, routing, configs.second)[0]
+    return _GemmRs.apply(h, w, topk_weights, routing, configs.second, configs.backward)
 
 
 @whole_call
@@ -338,10 +352,13 @@ def tp_moe(
     if configs is None:
         configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
         call_cache.insert(group, key, configs)
-    h, routing = _gate_up("tp_moe", x, topk_ids, w_gate_up, activation, group, configs, topk_weights)
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first, topk_weights)
     if not x.shape[0]:
-        return _empty_output(w_down.shape[1], h, topk_weights, w_down)
-    return _down(h, topk_weights, w_down, routing, configs)
+        return _empty_output(w_down.shape[1], x, topk_weights, w_gate_up, w_down)
+    if autograd.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
+        return _Layer.apply(x, topk_weights, w_gate_up, w_down, routing, activation, configs)
+    h, _ = first_forward(x, w_gate_up, routing, activation, configs.first, keep=False)
+    return second_forward(h, w_down, topk_weights, routing, configs.second)[0]
 
 
 @outside_graphs

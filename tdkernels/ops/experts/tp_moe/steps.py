@@ -3,7 +3,7 @@
 "First" is the gate-up stage (``moe_ag_gemm``), "second" the down stage (``moe_gemm_rs``).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
-from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, product_by_torch, weight_gradient
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, launch_unfused
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
-from tdkernels.ops.experts.tp_moe.launch_dots import sums_of_dots
+from tdkernels.ops.experts.tp_moe.launch_gradients import gradients
 from tdkernels.ops.experts.tp_moe.routing import route
 from tdkernels.ops.experts.tp_moe.stages import best_stages
 from tdkernels.symm.group import group_state
@@ -202,14 +201,13 @@ def first_forward(
 
 @whole_call
 def gate_up_backward(
-    dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, pre: torch.Tensor | None, routing: "MoeRouting",
-    activation: str | None, config: MoeTpConfig | None, need_dx: bool, need_dw: bool,
+    dpre: torch.Tensor, x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
+    need_dx: bool, need_dw: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients (dx, dw) of the gate-up stage, each None if it is not needed.
 
     Args:
-        dh: Gradient of h.
-        pre: Input of SwiGLU.
+        dpre: Gradient of the products, before an activation.
         config: Config of the whole backward. None selects a config for dx; a selected method "torch" then applies to
             dx only.
     """
@@ -217,10 +215,6 @@ def gate_up_backward(
     back = w.transpose(1, 2)
     # This may tune, so it comes before any communication is started.
     of_dx = config_of_gradient("moe_gemm_rs", back, routing, config) if need_dx else None
-    dpre = (
-        grouped_gemm_launch.swiglu_backward(dh, pre, routing.splits, activation)  # type: ignore[arg-type]
-        if activation else dh
-    )
     gathers = need_dw and not _is_torch(config)
     if gathers and routing.world_size > 1:
         gather = AsyncAllGather.start("moe_ag_gemm backward", x, routing.group)
@@ -263,61 +257,63 @@ def sums_by_token(
 
 @whole_call
 def down_backward(
-    dy: torch.Tensor, h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routing: "MoeRouting",
-    config: MoeTpConfig | None, need_dw: bool, need_dweights: bool,
+    dy: torch.Tensor, inner: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routing: "MoeRouting",
+    activation: str | None, config: MoeTpConfig | None, need_dw: bool, need_dweights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients (dh, dw, dtopk_weights in fp32) of the down stage.
+    """Return the gradients of the down stage: (of ``inner``, of w, of the routing weights in fp32).
 
-    dh is always computed. The others are None if they are not needed.
+    The first one is always computed. The others are None if they are not needed.
 
     Args:
         dy: Gradient of y.
+        inner: The input h of the stage, or with an activation its input, from which h is computed again.
         weights: Routing weights [M, k] of all ranks.
-        config: Config of the whole backward. None selects a config for dh; a selected method "torch" then applies to
-            dh only.
+        activation: The activation between ``inner`` and h, or None.
+        config: Config of the whole backward. None selects a config for the GEMM with dy; a selected method "torch" then
+            applies to this GEMM only.
     """
     back = w.transpose(1, 2)
-    of_rows = gradients_of_rows(dy, h, back, weights, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
-    dw = dweights = None
-    if need_dw:
-        dw = weight_gradient(of_rows.rows, of_rows.weighted, routing.splits, w.shape[0])
-    if need_dweights:
-        dweights = _summed_over_ranks(of_rows.dots, routing, _is_torch(config))
-    return of_rows.dh, dw, dweights
+    unweighted, rows = product_of_gradients(dy, back, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
+    dinner, weighted, dweights = gradients(unweighted, inner, weights, routing, activation)
+    dw = weight_gradient(rows, weighted, routing.splits, w.shape[0]) if need_dw else None
+    return dinner, dw, _summed_over_ranks(dweights, routing, _is_torch(config)) if need_dweights else None
 
 
-@dataclass
-class GradientsOfRows:
-    """The gradient of rows h [R, N], and the intermediate results for the gradients of w and the routing weights.
+def product_of_gradients(
+    dy: torch.Tensor, back: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (product [R, N] of the gradients of rows with the weights of their experts, gradients of rows [R, K]).
 
-    Attributes:
-        dh: Gradient [R, N] of h.
-        weighted: Rows h times their routing weights, [R, N].
-        rows: Gradient of the token of each row, [R, K].
-        dots: Partial dot products [·, R], fp32, of each row of h with its gradient before the routing weight is
-            applied. The sum over the first axis is the gradient of the routing weight.
-    """
+    The gradient of a row is that of its token, without the routing weight.
 
-    dh: torch.Tensor
-    weighted: torch.Tensor
-    rows: torch.Tensor
-    dots: torch.Tensor
-
-
-def gradients_of_rows(
-    dy: torch.Tensor, h: torch.Tensor, back: torch.Tensor, weights: torch.Tensor, routing: "MoeRouting",
-    config: MoeTpConfig | None,
-) -> GradientsOfRows:
-    """Return the GradientsOfRows for the gradients dy [M / W, K] of this rank's tokens.
-
-    ``back`` [E, N, K] is the transposed weight of the down stage. ``weights`` [M, k] are the routing weights of all
-    ranks.
+    Args:
+        dy: Gradients [M / W, K] of this rank's tokens.
+        back: The transposed weight [E, N, K] of the down stage.
     """
     if _is_torch(config):
-        return _torch_gradients(dy, h, back, weights, routing)
-    gradients = launch_ag_gemm.Gradients(h.contiguous(), weights)
-    launched = launch_ag_gemm.launch(dy, back, routing, config, gradients=gradients)
-    return GradientsOfRows(launched.y, gradients.weighted, launched.rows, gradients.dots)  # type: ignore[arg-type]
+        rows = _all_rows(dy, routing)
+        return by_torch(rows, back, routing.splits), rows
+    launched = launch_ag_gemm.launch(dy, back, routing, config, keep_rows=True)
+    return launched.y, launched.rows  # type: ignore[return-value]
+
+
+@whole_call
+def layer_backward(
+    dy: torch.Tensor, x: torch.Tensor, inner: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, routing: "MoeRouting", activation: str | None, config: MoeTpConfig | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients (dx, dtopk_weights in fp32, dw_gate_up, dw_down) of tp_moe, each None if it is not needed.
+
+    Args:
+        inner: As for ``down_backward``.
+    """
+    need_dx, need_dtopk, need_dgate_up, need_ddown = needs
+    dpre, ddown, dtopk = down_backward(
+        dy, inner, w_down, weights, routing, activation, config, need_ddown, need_dtopk
+    )
+    dx, dgate_up = gate_up_backward(dpre, x, w_gate_up, routing, config, need_dx, need_dgate_up)
+    return dx, dtopk, dgate_up, ddown
 
 
 def _gathered_rows(gather, x, routing):
@@ -330,17 +326,8 @@ def _gathered_rows(gather, x, routing):
     return rows
 
 
-def _summed_over_ranks(dots, routing, use_torch):
-    """Reduce-scatter the contributions of each row, and return the gradients [M / W, k] of this rank's weights."""
-    choices = sums_of_dots(dots, routing.rows)
+def _summed_over_ranks(dweights, routing, use_torch):
+    """Reduce-scatter the contributions [M, k], and return the gradients [M / W, k] of this rank's routing weights."""
     if use_torch:
-        return reduce_scatter_rows(choices, routing.group)
-    return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
-
-
-def _torch_gradients(dy, h, back, weights, routing):
-    """Compute ``gradients_of_rows`` with torch's all-gather and grouped GEMM."""
-    rows = _all_rows(dy, routing)
-    unweighted = by_torch(rows, back, routing.splits)
-    dh, weighted, dots = launch_unfused.gradients(unweighted, h, routing.choices, weights)
-    return GradientsOfRows(dh, weighted, rows, dots.unsqueeze(0))
+        return reduce_scatter_rows(dweights, routing.group)
+    return reduce_scatter(dweights, group=routing.group) if routing.world_size > 1 else dweights

@@ -11,9 +11,8 @@ from tdkernels.autotune.invariance import batch_invariant, check_invariant, is_b
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.steps import (
-    down_backward,
     first_forward,
-    gate_up_backward,
+    layer_backward,
     routing_of,
     second_forward,
     tp_moe_configs,
@@ -52,29 +51,31 @@ def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, grou
     reject_max_ranks("tp_moe")
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config, is_batch_invariant())
     if not x.shape[0]:
-        return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
+        return _empty_outputs(x, topk_ids, w_gate_up, w_down, keep, group.size())
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first, topk_weights)
     h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep)
     y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
     if not keep:
-        return y, *(y.new_empty(0) for _ in range(3))
-    return y, h, y.new_empty(0) if pre is None else pre, weights
+        return y, y.new_empty(0), y.new_empty(0)
+    return y, h if pre is None else pre, weights
 
 
-def _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
-    """Return uninitialized (y, h, input of SwiGLU, routing weights of all ranks). Without ``keep`` only y has data."""
+def _empty_outputs(x, topk_ids, w_gate_up, w_down, keep, ranks):
+    """Return uninitialized (y, ``inner`` of ``layer_backward``, routing weights of all ranks).
+
+    Without ``keep`` only y has data.
+    """
     y = x.new_empty(x.shape[0], w_down.shape[1])
     if not keep:
-        return y, *(x.new_empty(0) for _ in range(3))
+        return y, x.new_empty(0), x.new_empty(0)
     tokens, choices = ranks * x.shape[0], topk_ids.shape[1]
-    pre = x.new_empty((tokens * choices, w_gate_up.shape[1]) if activation else (0,))
-    weights = x.new_empty(tokens, choices, dtype=torch.float32)
-    return y, x.new_empty(tokens * choices, w_down.shape[2]), pre, weights
+    inner = x.new_empty(tokens * choices, w_gate_up.shape[1])
+    return y, inner, x.new_empty(tokens, choices, dtype=torch.float32)
 
 
 @whole_call
 def _tp_moe_backward(
-    dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, need_dx, need_dtopk, need_dgate_up, need_ddown,
+    dy, x, topk_ids, topk_weights, w_gate_up, w_down, inner, weights, need_dx, need_dtopk, need_dgate_up, need_ddown,
     activation, group, config,
 ):
     operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
@@ -83,33 +84,30 @@ def _tp_moe_backward(
     group, activation = torch_op.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
-    dh, ddown, dtopk = down_backward(dy, h, w_down, weights, routing, configs.backward, need_ddown, need_dtopk)
-    dx = dgate_up = None
-    if need_dx or need_dgate_up:
-        dx, dgate_up = gate_up_backward(
-            dh, x, w_gate_up, pre, routing, activation, configs.backward, need_dx, need_dgate_up
-        )
-    return pack_gradients((dx, dtopk, dgate_up, ddown), operands, needs)
+    made = layer_backward(
+        dy, x, inner, weights, w_gate_up, w_down, routing, activation, configs.backward, needs
+    )
+    return pack_gradients(made, operands, needs)
 
 
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 
 
 def _fake_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
-    return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, torch_op.world_size_by_name(group))
+    return _empty_outputs(x, topk_ids, w_gate_up, w_down, keep, torch_op.world_size_by_name(group))
 
 
-def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
+def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, inner, weights, *call):
     return fake_gradients((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 torch_op.register(
-    f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor)",
     _tp_moe,
     _fake_tp_moe,
 )
 torch_op.register(
-    f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor h, Tensor pre, Tensor weights, bool need_dx, bool need_dtopk,"
+    f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor inner, Tensor weights, bool need_dx, bool need_dtopk,"
     " bool need_dgate_up, bool need_ddown, str activation, str group, str config)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _tp_moe_backward,

@@ -8,7 +8,7 @@ whatever the strides of the forward's weight are. The sizes are the sizes of the
 operator is M x K x N of its gradient.
 
     moe_gemm_rs  "kn"   dx of moe_ag_gemm: sums by token without routing weights
-    moe_ag_gemm  "kn"   dh of moe_gemm_rs, with the intermediate results for its other gradients
+    moe_ag_gemm  "kn"   the product of dy and the weight of moe_gemm_rs, with the gathered rows of dy
 
 Chunks and stages of a gradient are given by the routing of the forward, so only tiles are tuned. Tiles with another
 height than in the forward need two more small launches to list them. These are not timed.
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tdkernels.autotune.tunable import register
-from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, op
 from tdkernels.ops.experts.tp_moe.cost import MoeTunable
-from tdkernels.ops.experts.tp_moe.steps import gradients_of_rows, routing_of, sums_by_token
+from tdkernels.ops.experts.tp_moe.steps import product_of_gradients, routing_of, sums_by_token
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,16 +31,12 @@ if TYPE_CHECKING:
     from tdkernels.autotune.problem import Problem
 
 _ROUTE_S = 30e-6  # to gather and sort the ids
-# Memory traffic of the gradient of h in addition to the GEMM, in multiples of the size of h. The fused kernel reads h
-# and stores the weighted h. With method "torch" a kernel of its own also reads and stores the gradient.
-_GRADIENT_BYTES, _TORCH_GRADIENT_BYTES = 2, 4
 
 
 class MoeAgGemmTunable(MoeTunable):
     """Tunable of ``moe_ag_gemm``. Shapes are (M, N, K, experts, experts per token).
 
-    In the layout "kn" x is the gradient of the tokens, and there is one more operand after it: h [M * k, N / W] in the
-    order of assignments.
+    In the layout "kn" x is the gradient of the tokens.
     """
 
     name = "moe_ag_gemm"
@@ -69,81 +64,37 @@ class MoeAgGemmTunable(MoeTunable):
         numbers = dict.fromkeys(num_comm for num_comm, *_ in plans)
         return [(num_comm, default.chunk_rows, default.stages) for num_comm in numbers]
 
-    def operands(
-        self, problem: "Problem", device: torch.device, generator: torch.Generator,
-    ) -> tuple[torch.Tensor, ...]:
-        x, *others = super().operands(problem, device, generator)
-        if problem.layout != "kn":
-            return x, *others
-        shape = self._rows_of_h(problem)
-        return x, torch.randn(shape, generator=generator, dtype=x.dtype, device=device), *others
-
-    def _rows_of_h(self, problem):
-        return problem.shape[0] * problem.shape[-1], self.weights(problem)[0][1]
-
-    def reference_bytes(self, problem: "Problem") -> int:
-        nbytes = super().reference_bytes(problem)
-        if problem.layout != "kn":
-            return nbytes
-        rows, width = self._rows_of_h(problem)
-        return nbytes + 2 * max(problem.torch_dtype.itemsize, 4) * 8 * rows * width
-
     def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         product = self._gate_up_s(config, self.weights(problem)[0], problem, hardware)
-        if problem.layout != "kn":
-            return 1e3 * (_ROUTE_S + product)
-        rows, width = self._rows_of_h(problem)
-        times = _TORCH_GRADIENT_BYTES if config.method == "torch" else _GRADIENT_BYTES
-        return 1e3 * (product + times * rows * width * problem.torch_dtype.itemsize / hardware.memory)
+        return 1e3 * (product if problem.layout == "kn" else _ROUTE_S + product)
 
     def reference(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup") -> torch.Tensor:
-        if problem.layout == "kn":
-            return _gradients_ref(*operands, group)  # type: ignore[call-arg]
         x, ids, _, w = operands
         return op.moe_ag_gemm_ref(x, ids, w, activation=activation_of(problem), group=group)
 
     def prepared(
         self, operands: tuple[torch.Tensor, ...], problem: "Problem", group: "dist.ProcessGroup", config: Any,
     ) -> Any:
-        """Return the input of ``run``. For "kn" compute the routing, sort h by it, and gather the routing weights."""
+        """Return the input of ``run``. For "kn" compute the routing, which a gradient has from the forward."""
         if problem.layout != "kn":
             return operands
-        x, h, ids, weights, w = operands
-        routing = routing_of(self.name, ids, w, group, config)
-        return x, h[routing.choices], w, all_gather_rows(weights, group), routing
+        x, ids, _, w = operands
+        return x, w, routing_of(self.name, ids, w, group, config)
 
     def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> Any:
         if problem.layout == "kn":
-            made = gradients_of_rows(*operands, config)  # type: ignore[call-arg]
-            return made.dh, made.weighted, made.dots, operands[-1]
+            x, w, routing = operands
+            return product_of_gradients(x, w, routing, config)[0], routing
         x, ids, _, w = operands
         return op.moe_ag_gemm(x, ids, w, activation=activation_of(problem), group=group, config=config)
 
     def comparable(self, output: Any, problem: "Problem") -> torch.Tensor:
-        h, *others, routing = output
-        if problem.layout == "kn":
-            weighted, dots = others
-            h = torch.cat([h, weighted, dots.sum(0).unsqueeze(1).to(h.dtype)], 1)
+        h, routing = output
         return h[routing.rows.flatten()]  # in the order of assignments, of which none is dropped
 
     def compile(self, operands: Any, problem: "Problem", config: Any) -> None:
-        x, *_, weights, w = operands
-        gradients = launch_ag_gemm.Gradients(operands[1], weights) if problem.layout == "kn" else None
-        routing = self._unrouted(problem, config, x.device)
-        launch_ag_gemm.compile(x, w, routing, config, activation_of(problem), gradients)
-
-
-def _gradients_ref(dy, h, topk_ids, topk_weights, w, group):
-    """Return the concatenated references [M * k, 2 * N / W + 1]: dh, weighted h, and h times its unweighted gradient.
-
-    Rows are in the order of assignments, also of h [M * k, N / W]. dy [M / W, K] is the gradient of this rank's tokens.
-    """
-    unweighted = op.moe_ag_gemm_ref(dy, topk_ids, w, group=group)
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    weights = all_gather_rows(topk_weights, group).view(-1, 1).to(wide)
-    unweighted, h = unweighted.to(wide), h.to(wide)
-    parts = unweighted * weights, h * weights, (unweighted * h).sum(1, keepdim=True)
-    return torch.cat(parts, 1).to(dy.dtype)
+        x, _, _, w = operands
+        launch_ag_gemm.compile(x, w, self._unrouted(problem, config, x.device), config, activation_of(problem))
 
 
 class MoeGemmRsTunable(MoeTunable):

@@ -176,6 +176,9 @@ class MoeRun(GroupGemmRun):
         raise NotImplementedError
 
 
+_SIZES = (*"abcdef", MAX_STAGES)  # the partition uses only the number of stages
+
+
 class MoeAgGemmRun(MoeRun):
     """A program of ``moe_ag_gemm_specialized_kernel``. The tokens of the stages arrive in random order.
 
@@ -185,7 +188,7 @@ class MoeAgGemmRun(MoeRun):
     copies_x = True
 
     def __init__(self, seed, num_tiles, tiles_n, steps, activation, source=None, promotes=False):
-        self.arrived = set()  # stages
+        self.arrived, self.awaited = set(), 0  # stages; the number of those that the partition has waited for
         self.unfinished_copies = set()
         super().__init__(seed, num_tiles, tiles_n, steps, activation, source or AG_GEMM_SOURCE, promotes)
         self.memory[0].dtype, self.memory[0].shape = SimpleNamespace(primitive_bitwidth=16), (8, HALF_M, BLOCK_K)
@@ -213,12 +216,13 @@ class MoeAgGemmRun(MoeRun):
         }
 
     def load(self, x, memory, bars, tiles):
-        waits = "half", SIGNAL, "sizes", "me"
+        waits = "half", SIGNAL, _SIZES, "me"
         self.x = x
         self.code["gather_partition"](
             None, ("places", "choices"), "weight", memory, bars, tiles, (self.n, self.k), self.steps, waits,
             self.trace, 2, self.is_pair, False,
         )
+        assert self.awaited == MAX_STAGES, "tokens of stages without tiles are not awaited"
 
     def store(self, memory, bars, y, pre, tiles, n):
         self.code["store_partition"](
@@ -226,12 +230,13 @@ class MoeAgGemmRun(MoeRun):
         )
 
     def _await_tokens(self, ctx, stage, ready, waits):
-        assert waits == ("half", SIGNAL, "sizes", "me")
+        assert waits == ("half", SIGNAL, _SIZES, "me")
         self.schedule.until(lambda: self.arrived >= set(range(ready, stage + 1)))
-        return max(ready, stage + 1)
+        self.awaited = max(ready, stage + 1)
+        return self.awaited
 
     def _pointers(self, assignments, places, sizes, me, dtype, choices):
-        assert (places, sizes, me, choices) == ("places", "sizes", "me", 2)
+        assert (places, sizes, me, choices) == ("places", _SIZES, "me", 2)
         return _Rows(*assignments)
 
     def _copy_rows(self, cell, rows, mask):

@@ -147,7 +147,7 @@ def test_default_config_in_fp8(fake_hopper, scaling, changes, specialized, fast)
 
 @pytest.mark.parametrize("operator, layout, hidden, specialized", [
     ("tp_moe", "swiglu", 8192, True), ("tp_moe", "swiglu_interleaved", 8192, False), ("moe_gemm_rs", "kn", 8192, True),
-    ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, False), ("moe_ag_gemm", "none", 8192, True),
+    ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, True), ("moe_ag_gemm", "none", 8192, True),
 ])
 def test_candidates_of_the_tuner(fake_hopper, monkeypatch, operator, layout, hidden, specialized):
     """The default and candidates have ``warp_specialize`` only for problems that the kernels support."""

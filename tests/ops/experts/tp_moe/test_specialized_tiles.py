@@ -189,6 +189,8 @@ AG_GEMM_MUTANTS = STORE_MUTANTS | _mutants_of_loads(
     "tokens are not awaited": (AWAIT, ""),
     "tokens of the stage before are awaited": (AWAIT, AWAIT.replace("stage,", "stage - 1,")),
     "tokens of one stage too few are awaited": (AWAIT, AWAIT.replace("ready, waits", "ready + 1, waits")),
+    "tokens of stages without tiles are not awaited": ("    await_tokens(ctx, stages - 1, ready, waits)\n", ""),
+    "tokens of the last stage are not awaited": ("await_tokens(ctx, stages - 1,", "await_tokens(ctx, stages - 2,"),
     "a tile has the rows of the one before": (NEXT_ASSIGNMENTS, NEXT_ASSIGNMENTS.split("\n")[1]),
     "both halves have the first rows": ("_pointers(high, places", "_pointers(low, places"),
     "copies are not fenced": ("    if memory[5]:\n", "    if False:\n"),

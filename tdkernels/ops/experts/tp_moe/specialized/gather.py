@@ -125,6 +125,7 @@ def gather_partition(
     """
     places, choices_ptr = tokens
     _, signal, sizes, me = waits
+    _, _, _, _, _, _, stages = sizes
     N, K = problem
     ends = ends_of_stages(tiles, VECTOR)
     num_items = gl.where(signal == 0, 0, gl.max(ends, 0))
@@ -157,3 +158,5 @@ def gather_partition(
         low, high = _assignments(choices_ptr, row, count, me, sizes, CHOICES)
         turn = _load_steps(w_desc, rows, K, memory, bars, block, is_whole, turn, late, steps, W_IS_KN)
     end_items(memory, bars, turn, ARRIVALS, VECTOR)
+    # Stages may have no tiles. Each call waits for all peers (invariant 3), and a later kernel may read all tokens.
+    await_tokens(ctx, stages - 1, ready, waits)
