@@ -39,10 +39,9 @@ def simulated_gpu(monkeypatch):
 
 
 SWEEPS = ["ag_gemm", "gemm_rs"]  # gemm_ar is tuned for some sizes only
-# These run default configs. all_to_all has not been tuned since the tuner times host-bound calls in CUDA graphs, tp_moe
-# and moe_ag_gemm not since their default kernel changed.
+# These run default configs. all_to_all has not been tuned since the tuner times host-bound calls in CUDA graphs.
 UNTUNED = {
-    "all_to_all", "ep_moe", "tp_moe", "moe_ag_gemm",
+    "all_to_all", "ep_moe",
     "all_reduce_rms_norm", "all_reduce_layer_norm", "gemm_ar_rms_norm", "gemm_ar_layer_norm",
 }
 TUNED = sorted(set(operators()) - UNTUNED)
