@@ -1,6 +1,9 @@
-"""Solo mode: time the two kernels of tp_moe as one of W ranks on one GPU, and the grouped GEMMs alone for comparison.
+"""Solo mode: time the kernels of tp_moe as one of W ranks on one GPU, and the grouped GEMMs alone for comparison.
 
     python -m bench.experts.solo --solo 8 [--link 320] [--shapes mixtral-8x7b,TxIxHxExk] [--stages 1 3] [--out DIR]
+
+"gradient" is the GEMM of the backward with dy: moe_ag_gemm with the transposed weight of the down stage. With the
+warp-specialized kernel it includes the copy of the gathered dy to its rows, which the portable kernel makes itself.
 
 The peers are mirror images of this rank, with the same ids. The routing is computed beforehand, so its launches are not
 timed. Times are of calls in CUDA graphs. Rows are written to DIR/<gpu>x1/solo_moe.jsonl. The floor is the larger of two
@@ -27,11 +30,11 @@ from tdkernels.launch import RankPool, pick_device, rank_device
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm
 from tdkernels.ops.experts.grouped_gemm.dispatch import swiglu_ref
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
-from tdkernels.ops.experts.tp_moe.steps import routing_of
+from tdkernels.ops.experts.tp_moe.steps import product_of_gradients, routing_of
 from tdkernels.solo import enter_solo_mode
 from tdkernels.symm.group import resolve_group
 
-KERNELS = ("ag_gemm", "gemm_rs")
+KERNELS = ("ag_gemm", "gemm_rs", "gradient")
 _CALLS = 16  # per graph; see bench.dense.solo
 _REHEARSAL = TpShape(1024, 64, 32, 3, 2, "rehearsal")  # a slot of solo mode has at least 4 KiB, also that of the ids
 
@@ -68,7 +71,7 @@ class Case:
 
 @harness.measurement
 def measure(case, burst_ms):
-    """Check and time both kernels. Return [(kernel, method, times or absence, config)]."""
+    """Check and time the kernels. Return [(kernel, method, times or absence, config)]."""
     sets, config_of = _inputs(case), _configs(case)
     found = []
     for kernel in KERNELS:
@@ -115,7 +118,7 @@ def _inputs(case):
         routing = s.routing = next(iter(s.routings.values()))
         s.all_weights = s.weights.repeat(case.ranks, 1)
         tokens = torch.div(routing.choices, case.shape.choices, rounding_mode="floor")
-        s.rows = s.x.repeat(case.ranks, 1)[tokens]
+        s.rows, s.dy_rows = (of.repeat(case.ranks, 1)[tokens] for of in (s.x, s.dy))
         s.ends = routing.splits.cumsum(0, dtype=torch.int32)
         s.h = swiglu_ref(loop_over_experts(s.rows, s.w_gate_up, s.ends), "swiglu")
     return sets
@@ -130,21 +133,29 @@ def _ours(kernel, config):
         routing = s.routings[config.stages, config.tiles.block_m]
         return launch_gemm_rs.launch(s.h, s.w_down, routing, s.all_weights, config)
 
-    return gate_up if kernel == "ag_gemm" else down
+    def gradient(s):
+        routing = s.routings[config.stages, config.tiles.block_m]
+        return product_of_gradients(s.dy, s.w_down.transpose(1, 2), routing, config)[0]
+
+    return {"ag_gemm": gate_up, "gemm_rs": down, "gradient": gradient}[kernel]
+
+
+def _operands(kernel, s):
+    """Return (rows, weight) of the grouped GEMM alone."""
+    return {
+        "ag_gemm": (s.rows, s.w_gate_up), "gemm_rs": (s.h, s.w_down), "gradient": (s.dy_rows, s.w_down.transpose(1, 2)),
+    }[kernel]
 
 
 def _torch_gemm(kernel):
     """Return torch's grouped GEMM alone. It includes no SwiGLU."""
-    if kernel == "ag_gemm":
-        return lambda s: grouped(s.rows, s.w_gate_up, s.ends)
-    return lambda s: grouped(s.h, s.w_down, s.ends)
+    return lambda s: grouped(*_operands(kernel, s), s.ends)
 
 
 def _group_gemm(kernel):
     """Return our grouped GEMM alone, with its heuristic config."""
-    if kernel == "ag_gemm":
-        return lambda s: grouped_gemm.product(s.rows, s.w_gate_up, s.routing.splits, "swiglu")[0]
-    return lambda s: grouped_gemm.product(s.h, s.w_down, s.routing.splits)[0]
+    activation = "swiglu" if kernel == "ag_gemm" else None
+    return lambda s: grouped_gemm.product(*_operands(kernel, s), s.routing.splits, activation)[0]
 
 
 def _reference(kernel, s, ranks):
@@ -155,10 +166,11 @@ def _reference(kernel, s, ranks):
 
 def _torch_result(kernel, s, ranks, dtype):
     """Return the result of a loop over experts in ``dtype``. For gemm_rs it is W times the sums of this rank."""
-    if kernel == "ag_gemm":
-        return swiglu_ref(loop_over_experts(s.rows.to(dtype), s.w_gate_up.to(dtype), s.ends), "swiglu")
-    out = loop_over_experts(s.h.to(dtype), s.w_down.to(dtype), s.ends)
-    return ranks * _own_sums(out, s)
+    rows, weight = (operand.to(dtype) for operand in _operands(kernel, s))
+    out = loop_over_experts(rows, weight, s.ends)
+    if kernel == "gemm_rs":
+        return ranks * _own_sums(out, s)
+    return swiglu_ref(out, "swiglu") if kernel == "ag_gemm" else out
 
 
 def _own_sums(rows, s):
