@@ -69,9 +69,6 @@ class Cell:
     def permute(self, order):
         return self
 
-    def _reinterpret(self, *form):
-        return self
-
     def store(self, value):
         self.value, self.fenced = value, False
 
@@ -206,10 +203,8 @@ class Run:
             "gl": gl,
             "gluon": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function),
             "mbarrier": SimpleNamespace(wait=self._wait, arrive=self._arrive, expect=self._expect),
-            "tma": SimpleNamespace(
-                async_copy_global_to_shared=self._load, async_copy_shared_to_global=self._store,
-                store_wait=self._store_wait,
-            ),
+            "tma": SimpleNamespace(store_wait=self._store_wait),
+            "tma_load": self._load, "tma_store": self._store, "reinterpret": lambda cell, *form: cell,
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._products,
             "fence_async_shared": self._fence, "await_tma_stores": self._stores_done,
             "request_by_warp": lambda ctx, queue: None, "item_of_warp": self._item, "ONE_WARP": 1, "FOUR_WARPS": 4,

@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tdkernels.lang.gluon_memory import reinterpret, tma_load
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
@@ -40,10 +41,10 @@ def load_weight(w_desc, row, col, full, memory, stage, side: gl.constexpr, is_ne
     w = memory[1]
     if W_IS_KN:
         part = w.index(stage).slice(side * HALF_N, HALF_N, 1)
-        tma.async_copy_global_to_shared(w_desc, [row, col], full, part, pred=is_needed)
+        tma_load(w_desc, [row, col], full, part, pred=is_needed)
     else:
         part = w.index(stage).slice(side * HALF_N, HALF_N, 0)
-        tma.async_copy_global_to_shared(w_desc, [col, row], full, part, pred=is_needed)
+        tma_load(w_desc, [col, row], full, part, pred=is_needed)
 
 
 @gluon.jit
@@ -96,9 +97,9 @@ def load_steps(
         k = step * BLOCK_K
         _expect(full, is_whole, HALF)
         for part in gl.static_range(2):
-            rows = x.index(2 * stage + part)._reinterpret(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+            rows = reinterpret(x.index(2 * stage + part), x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
             is_needed = has_last_rows if part > 0 else True
-            tma.async_copy_global_to_shared(x_desc, [plane, row + part * HALF_M, k], full, rows, pred=is_needed)
+            tma_load(x_desc, [plane, row + part * HALF_M, k], full, rows, pred=is_needed)
         load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
         load_weight(w_desc, above + k, right, full, memory, stage, 1, has_last_columns, W_IS_KN)
         turn += 1

@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tdkernels.lang.gluon_memory import reinterpret, tma_store
 from tdkernels.ops.common.specialized.layout import HALF_M
 
 
@@ -11,5 +11,5 @@ from tdkernels.ops.common.specialized.layout import HALF_M
 def store_half(desc, out, plane, row, col):
     """Start to store half a tile, which is in ``out``, at (plane, row, col) of a descriptor for [1, HALF_M, HALF_N]."""
     for part in gl.static_range(2):
-        shaped = out.index(part)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-        tma.async_copy_shared_to_global(desc, [plane, row + part * HALF_M, col], shaped)
+        shaped = reinterpret(out.index(part), desc.dtype, desc.block_type.shape, desc.layout)
+        tma_store(desc, [plane, row + part * HALF_M, col], shaped)

@@ -208,9 +208,7 @@ class MoeAgGemmRun(MoeRun):
         return super().names() | {
             "await_tokens": self._await_tokens, "_pointers": self._pointers, "_layout": lambda bits: None,
             "_assignments": lambda ptr, row, count, me, sizes, choices: ((row, count, 0), (row, count, 1)),
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._arrive_after_copies
-            ),
+            "async_load": self._copy_rows, "async_copy": SimpleNamespace(mbarrier_arrive=self._arrive_after_copies),
             "request_by_warps": lambda ctx, queue, warps: self._request(ctx, queue), "item_of_warps": self._item,
             "ARRIVALS": 2, "VECTOR": 2, "_WARPS": 2, "ALL_PEERS": -2,
         }

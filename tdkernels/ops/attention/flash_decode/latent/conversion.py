@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tdkernels.lang.gluon_memory import reinterpret
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
     FP8_SCALED,
@@ -71,7 +72,7 @@ def convert_query(call, memory, bars, row, rows, part, RIGHT: gl.constexpr, FP8:
         memory[8].store(rotary)
     if FP8 == FP8_SCALED or dtype != gl.float16:
         q = memory[RIGHT]
-        given = q._reinterpret(dtype, q.shape, q.layout).load(layout)
+        given = reinterpret(q, dtype, q.shape, q.layout).load(layout)
         if FP8 == FP8_SCALED:
             given = given.to(gl.float32) * call[9][0]
         q.store(given.to(gl.float16))

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tdkernels.lang.gluon_kernel import gluon_jit
+from tdkernels.lang.gluon_memory import reinterpret
 from tdkernels.ops.attention.flash_decode.latent.conversion import convert_partition
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
@@ -294,8 +295,8 @@ def _shared_memory(dtype: gl.constexpr, FP8: gl.constexpr):
     vectors = gl.allocate_shared_memory(gl.float32, [NUM_VECTORS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if FP8:
         raw: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        raw_left = k_left._reinterpret(gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
-        raw_right = k_right._reinterpret(gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
+        raw_left = reinterpret(k_left, gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
+        raw_right = reinterpret(k_right, gl.uint8, [2 * BUFFERS, BLOCK, HALF], raw)
         q_rotary = gl.allocate_shared_memory(dtype, [ROWS, ROTARY], swizzled)
         return q_left, q_right, k_left, k_right, k_rotary, weights, vectors, (raw_left, raw_right), q_rotary
     else:

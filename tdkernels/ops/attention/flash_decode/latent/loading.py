@@ -5,8 +5,9 @@ The work is divided as in ``kernel_split``, into pairs of blocks.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tdkernels.lang.gluon_memory import reinterpret, tma_load
 from tdkernels.ops.attention.flash_decode.kernel_work import blocks_of_part, end_of_part, num_units
 from tdkernels.ops.attention.flash_decode.latent.layout import (
     BLOCK,
@@ -135,7 +136,7 @@ def load_a(keys, at, memory, bars, buffer, FP8: gl.constexpr, ROPE_AT: gl.conste
     """Load latent columns 0 to 255 and the rotary columns of a block of keys."""
     latent, rotary, _ = keys
     # The descriptors have three dimensions, the buffers two.
-    k_rotary = memory[4].index(buffer)._reinterpret(rotary.dtype, rotary.block_type.shape, rotary.layout)
+    k_rotary = reinterpret(memory[4].index(buffer), rotary.dtype, rotary.block_type.shape, rotary.layout)
     if FP8:
         barrier = bars.index(RAW_A + buffer)
         k_left = memory[7][0].index(2 * buffer + 1)
@@ -143,9 +144,9 @@ def load_a(keys, at, memory, bars, buffer, FP8: gl.constexpr, ROPE_AT: gl.conste
         barrier = bars.index(KEYS_A + buffer)
         k_left = memory[2].index(buffer)
     mbarrier.expect(barrier, BLOCK * (HALF * (1 if FP8 else 2) + ROTARY * 2))
-    tma.async_copy_global_to_shared(rotary, [at[0], at[1], ROPE_AT], barrier, k_rotary)
-    k_left = k_left._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
-    tma.async_copy_global_to_shared(latent, [at[0], at[1], 0], barrier, k_left)
+    tma_load(rotary, [at[0], at[1], ROPE_AT], barrier, k_rotary)
+    k_left = reinterpret(k_left, latent.dtype, latent.block_type.shape, latent.layout)
+    tma_load(latent, [at[0], at[1], 0], barrier, k_left)
 
 
 @gluon.jit
@@ -159,8 +160,8 @@ def load_b(keys, at, memory, bars, buffer, FP8: gl.constexpr):
         barrier = bars.index(KEYS_B + buffer)
         k_right = memory[3].index(buffer)
     mbarrier.expect(barrier, BLOCK * HALF * (1 if FP8 else 2))
-    k_right = k_right._reinterpret(latent.dtype, latent.block_type.shape, latent.layout)
-    tma.async_copy_global_to_shared(latent, [at[0], at[1], HALF], barrier, k_right)
+    k_right = reinterpret(k_right, latent.dtype, latent.block_type.shape, latent.layout)
+    tma_load(latent, [at[0], at[1], HALF], barrier, k_right)
 
 
 @gluon.jit
@@ -180,11 +181,11 @@ def place(call, entry, key, length, PAGE: gl.constexpr):
 def load_queries(keys, memory, barrier, row):
     """Load the latent columns of ROWS queries. With an fp8 cache, the buffers are for the converted ones."""
     queries = keys[2]
-    q_left = memory[0]._reinterpret(queries.dtype, queries.block_type.shape, queries.layout)
-    q_right = memory[1]._reinterpret(queries.dtype, queries.block_type.shape, queries.layout)
+    q_left = reinterpret(memory[0], queries.dtype, queries.block_type.shape, queries.layout)
+    q_right = reinterpret(memory[1], queries.dtype, queries.block_type.shape, queries.layout)
     mbarrier.expect(barrier, ROWS * LATENT * 2)
-    tma.async_copy_global_to_shared(queries, [row, 0], barrier, q_left)
-    tma.async_copy_global_to_shared(queries, [row, HALF], barrier, q_right)
+    tma_load(queries, [row, 0], barrier, q_left)
+    tma_load(queries, [row, HALF], barrier, q_right)
 
 
 @gluon.jit

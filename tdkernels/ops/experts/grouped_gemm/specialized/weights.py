@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tdkernels.lang.gluon_memory import reinterpret, tma_load
 from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
 from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
@@ -75,8 +76,8 @@ def _load_step(operands, memory, stage, full, row, place):
     _, pid_m, pid_n = place
     mbarrier.expect(full, (BLOCK_M + BLOCK_N) * STEP_BYTES)
     for part in gl.static_range(2):
-        block = memory[0].index(2 * stage + part)._reinterpret(dy_desc.dtype, dy_desc.block_type.shape, dy_desc.layout)
-        tma.async_copy_global_to_shared(dy_desc, [0, row, pid_m * BLOCK_M + part * HALF_M], full, block)
+        block = reinterpret(memory[0].index(2 * stage + part), dy_desc.dtype, dy_desc.block_type.shape, dy_desc.layout)
+        tma_load(dy_desc, [0, row, pid_m * BLOCK_M + part * HALF_M], full, block)
     col = pid_n * BLOCK_N
     load_weight(x_desc, row, col, full, memory, stage, 0, True, True)
     load_weight(x_desc, row, col + HALF_N, full, memory, stage, 1, True, True)

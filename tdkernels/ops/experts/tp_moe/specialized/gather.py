@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tdkernels.lang.context import signal_at
+from tdkernels.lang.gluon_memory import async_load
 from tdkernels.lang.gluon_profile import mark_by_warps
 from tdkernels.lang.gluon_signals import item_of_warps, request_by_warps, wait_each
 from tdkernels.lang.memory import pointer_to
@@ -102,9 +103,9 @@ def _load_steps(w_desc, rows, K, memory, bars, block, is_whole, turn, first, las
         load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
         load_weight(w_desc, above + k, right, full, memory, stage, 1, True, W_IS_KN)
         inside = (k + columns < K)[None, :]
-        async_copy.async_copy_global_to_shared(x.index(2 * stage), rows[0] + k, mask=inside)
+        async_load(x.index(2 * stage), rows[0] + k, mask=inside)
         if is_whole:
-            async_copy.async_copy_global_to_shared(x.index(2 * stage + 1), rows[1] + k, mask=inside)
+            async_load(x.index(2 * stage + 1), rows[1] + k, mask=inside)
         async_copy.mbarrier_arrive(full, increment_count=False)
         turn += 1
     return turn
