@@ -20,7 +20,13 @@ from tdkernels.lang.interpreter_operands import (
     with_fast_unwrap,
     with_identity,
 )
-from tdkernels.lang.interpreter_operators import OPERATORS, with_fast_cast, with_fast_operator, with_fast_where
+from tdkernels.lang.interpreter_operators import (
+    OPERATORS,
+    splat,
+    with_fast_cast,
+    with_fast_operator,
+    with_fast_where,
+)
 from tdkernels.lang.tested_versions import triton_is_tested
 
 # The interpreter has one state for all threads: the current program, and its patches of triton.language. If a kernel
@@ -200,4 +206,5 @@ if triton_is_tested() and all(hasattr(where, name) for where, names in _PATCHED 
     interpreter._patch_lang_tensor = _with_patches(interpreter._patch_lang_tensor)
     interpreter._patch_attr = _bind_semantic
     interpreter._patch_lang = _keep_patches(interpreter._patch_lang)
+    interpreter.interpreter_builder.create_splat = splat
     _replace_methods(interpreter.interpreter_semantic)

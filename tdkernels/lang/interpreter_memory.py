@@ -11,6 +11,41 @@ import triton.language as tl
 
 from tdkernels.lang.interpreter_operands import have_same_shape
 
+# Triton's methods and those of the builder take different options. From Triton 3.9 on, a cache policy replaces the
+# cache modifier and the eviction policy, and there are no checks of boundaries.
+
+
+def has_cache_policy(semantic: Any) -> bool:
+    """Return whether loads and stores take a cache policy."""
+    return hasattr(semantic.builder, "get_cache_policy")
+
+
+def _load_options(semantic):
+    """Return a function: options of ``semantic.load`` -> those of the builder's method; None if Triton's must run."""
+    if has_cache_policy(semantic):
+        return lambda cache_policy, is_volatile: (cache_policy._to_ir(semantic.builder), is_volatile)
+
+    def options(boundary_check, padding, cache_modifier, eviction_policy, is_volatile):
+        if boundary_check or padding:
+            return None
+        cache = semantic._str_to_load_cache_modifier(cache_modifier)
+        return cache, semantic._str_to_eviction_policy(eviction_policy), is_volatile
+
+    return options
+
+
+def _store_options(semantic):
+    """Return the same for ``semantic.store``."""
+    if has_cache_policy(semantic):
+        return lambda cache_policy: (cache_policy._to_ir(semantic.builder),)
+
+    def options(boundary_check, cache_modifier, eviction_policy):
+        if boundary_check:
+            return None
+        return semantic._str_to_store_cache_modifier(cache_modifier), semantic._str_to_eviction_policy(eviction_policy)
+
+    return options
+
 
 def _pointee(kind):
     """Return the type of the elements that pointers of a type point to, or None if Triton's own method must run."""
@@ -26,7 +61,7 @@ def _is_mask(kind, pointers):
 
 def with_fast_load(semantic: Any) -> Callable[..., Any]:
     """Return a replacement for the method ``load`` of a TritonSemantic."""
-    load, builder = semantic.load, semantic.builder
+    load, builder, options_of = semantic.load, semantic.builder, _load_options(semantic)
     known: dict[tuple[str, str | None, str | None], Any] = {}
 
     def result_of(pointers, mask, other):
@@ -38,21 +73,18 @@ def with_fast_load(semantic: Any) -> Callable[..., Any]:
             return None
         return pointers.with_element_ty(element) if pointers.is_block() else element
 
-    def fast(ptr, mask, other, boundary_check, padding, cache_modifier, eviction_policy, is_volatile):
+    def fast(ptr, mask, other, *options):
         kinds = ptr.type, None if mask is None else mask.type, None if other is None else other.type
         key = kinds[0].name, kinds[1] and kinds[1].name, kinds[2] and kinds[2].name
         if key not in known:
             known[key] = result_of(*kinds)
         result = known[key]
-        if result is None or boundary_check or padding or not _is_zero(other):
-            return load(ptr, mask, other, boundary_check, padding, cache_modifier, eviction_policy, is_volatile)
-        cache = semantic._str_to_load_cache_modifier(cache_modifier)
-        eviction = semantic._str_to_eviction_policy(eviction_policy)
+        for_builder = None if result is None or not _is_zero(other) else options_of(*options)
+        if for_builder is None:
+            return load(ptr, mask, other, *options)
         if mask is None:
-            return tl.tensor(builder.create_load(ptr.handle, cache, eviction, is_volatile), result)
-        return tl.tensor(
-            builder.create_masked_load(ptr.handle, mask.handle, None, cache, eviction, is_volatile), result
-        )
+            return tl.tensor(builder.create_load(ptr.handle, *for_builder), result)
+        return tl.tensor(builder.create_masked_load(ptr.handle, mask.handle, None, *for_builder), result)
 
     return fast
 
@@ -64,7 +96,7 @@ def _is_zero(other):
 
 def with_fast_store(semantic: Any) -> Callable[..., Any]:
     """Return a replacement for the method ``store`` of a TritonSemantic."""
-    store, builder = semantic.store, semantic.builder
+    store, builder, options_of = semantic.store, semantic.builder, _store_options(semantic)
     known: dict[tuple[str, str, str | None], bool] = {}
 
     def is_plain(pointers, value, mask):
@@ -73,19 +105,16 @@ def with_fast_store(semantic: Any) -> Callable[..., Any]:
             return False
         return element.name == value.scalar.name and have_same_shape(value, pointers)
 
-    def fast(ptr, val, mask, boundary_check, cache_modifier, eviction_policy):
+    def fast(ptr, val, mask, *options):
         kinds = ptr.type, val.type, None if mask is None else mask.type
         key = kinds[0].name, kinds[1].name, kinds[2] and kinds[2].name
         if key not in known:
             known[key] = is_plain(*kinds)
-        if not known[key] or boundary_check:
-            return store(ptr, val, mask, boundary_check, cache_modifier, eviction_policy)
-        cache = semantic._str_to_store_cache_modifier(cache_modifier)
-        eviction = semantic._str_to_eviction_policy(eviction_policy)
+        for_builder = options_of(*options) if known[key] else None
+        if for_builder is None:
+            return store(ptr, val, mask, *options)
         if mask is None:
-            return tl.tensor(builder.create_store(ptr.handle, val.handle, cache, eviction), tl.void)
-        return tl.tensor(
-            builder.create_masked_store(ptr.handle, val.handle, mask.handle, cache, eviction), tl.void
-        )
+            return tl.tensor(builder.create_store(ptr.handle, val.handle, *for_builder), tl.void)
+        return tl.tensor(builder.create_masked_store(ptr.handle, val.handle, mask.handle, *for_builder), tl.void)
 
     return fast

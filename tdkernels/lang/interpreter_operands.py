@@ -15,7 +15,6 @@ INTEGERS = {  # {name: (least value, greatest value)}; int1 has rules of its own
     for kind in (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 }
 _NUMBERS = {int: set(INTEGERS), float: {tl.float32.name, tl.float64.name}}  # {Python type: tensors it is converted to}
-_HALVES = {"fp16", "bf16"}  # division uses fp32
 
 
 def fits(value: Any, element: tl.dtype) -> bool:
@@ -69,7 +68,8 @@ def _are_compatible(left, right, allow_left_ptr, div_or_mod):
     """Return whether tensors of these types need no cast and no broadcast."""
     if left is right or left.name == right.name:
         element = left.scalar
-        return not element.is_ptr() and not (div_or_mod and element.name in _HALVES)
+        # Division uses fp32 for smaller types, fp8 only from Triton 3.9 on.
+        return not element.is_ptr() and not (div_or_mod and element.is_floating() and element.primitive_bitwidth < 32)
     if not allow_left_ptr or not left.scalar.is_ptr() or right.scalar.name not in INTEGERS:
         return False
     return have_same_shape(left, right)

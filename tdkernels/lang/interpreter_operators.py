@@ -211,3 +211,12 @@ def with_fast_where(where: Callable[..., Any]) -> Callable[..., Any]:
         return tl.tensor(_handle(np.where(condition.handle.data, one, other), result.scalar), result)
 
     return fast
+
+
+def splat(kind: tl.block_type, scalar: TensorHandle) -> TensorHandle:
+    """Replace ``InterpreterBuilder.create_splat``, which returns a block with all elements equal to a scalar.
+
+    Triton's own gives the block the type of the scalar's handle. If the scalar is the result of a comparison, that is
+    the type of the operands instead of int1. From Triton 3.9 on, atomic operations do not accept integers as a mask.
+    """
+    return _handle(np.full(kind.shape, scalar.data, dtype=interpreter._get_np_dtype(kind)), kind.scalar)

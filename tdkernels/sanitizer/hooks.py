@@ -118,8 +118,10 @@ def _item_bytes(ptrs):
 
 
 def _load(original):
-    def create_masked_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile):
-        result = original(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+    def create_masked_load(self, ptrs, mask, other, *hints, is_volatile=None, **named_hints):
+        if is_volatile is None:
+            *hints, is_volatile = hints
+        result = original(self, ptrs, mask, other, *hints, is_volatile=is_volatile, **named_hints)
         # A volatile load polls a word that other programs change. Like a relaxed atomic it cannot be part of a race.
         if not is_volatile:
             addresses = _masked(ptrs, mask)
@@ -132,13 +134,13 @@ def _load(original):
 
 
 def _store(original):
-    def create_masked_store(self, ptrs, value, mask, cache_modifier, eviction_policy):
+    def create_masked_store(self, ptrs, value, mask, *hints):
         addresses = _masked(ptrs, mask)
         if not addresses.size:
-            return original(self, ptrs, value, mask, cache_modifier, eviction_policy)
+            return original(self, ptrs, value, mask, *hints)
         for observer in _observers:
             observer.before("store", addresses)
-        result = original(self, ptrs, value, mask, cache_modifier, eviction_policy)
+        result = original(self, ptrs, value, mask, *hints)
         for observer in _observers:
             observer.accessed("write", addresses, _item_bytes(ptrs))
         return result

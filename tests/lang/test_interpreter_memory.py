@@ -9,7 +9,7 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-from tdkernels.lang.interpreter_memory import with_fast_load, with_fast_store
+from tdkernels.lang.interpreter_memory import has_cache_policy, with_fast_load, with_fast_store
 from tests.lang.test_interpreter_operands import FLOATS, INTEGERS, operand
 from tests.lang.test_interpreter_operators import outcome, rejects
 
@@ -34,14 +34,29 @@ def mask_of(shape):
     return mask
 
 
+def load_options(semantic, cache="", eviction="", padding=""):
+    """Return the arguments of ``semantic.load`` after the mask and the values of masked elements."""
+    if has_cache_policy(semantic):
+        return tl.core._normalize_cache_policy(None, cache, eviction), False
+    return (), padding, cache, eviction, False
+
+
+def store_options(semantic, cache="", eviction=""):
+    """Return the arguments of ``semantic.store`` after the mask."""
+    if has_cache_policy(semantic):
+        return (tl.core._normalize_cache_policy(None, cache, eviction),)
+    return (), cache, eviction
+
+
 @pytest.mark.parametrize("kind", (*INTEGERS, *FLOATS), ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loads(semantic, kind, shape):
     fast, data = with_fast_load(semantic), memory(kind)
     masks = [None, mask_of(shape), mask_of(()), mask_of((4,)), operand(tl.int32, shape)]
     others = [None, *[semantic.to_tensor(number) for number in (0, 0.0, -0.0, 1, 2.5)], operand(kind, shape)]
-    for mask, other, padding in itertools.product(masks, others, ("", "zero")):
-        args = pointers(kind, data, shape), mask, other, (), padding, "", "", False
+    paddings = ("",) if has_cache_policy(semantic) else ("", "zero")
+    for mask, other, padding in itertools.product(masks, others, paddings):
+        args = pointers(kind, data, shape), mask, other, *load_options(semantic, padding=padding)
         assert outcome(fast, *args) == outcome(semantic.load, *args), (mask, other)
 
 
@@ -55,7 +70,7 @@ def test_stores(semantic, kind, shape):
         for store in (fast, semantic.store):
             data = memory(kind)
             try:
-                result = store(pointers(kind, data, shape), value, mask, (), "", "")
+                result = store(pointers(kind, data, shape), value, mask, *store_options(semantic))
                 errors.append(result.type.name)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))
@@ -67,16 +82,17 @@ def test_modifiers_and_constant_pointers(semantic):
     load, store, data = with_fast_load(semantic), with_fast_store(semantic), memory(tl.float32)
     ptr, value = pointers(tl.float32, data, (4,)), operand(tl.float32, (4,))
     for cache, eviction in (("bad", ""), ("", "bad")):
-        with pytest.raises(ValueError, match="bad not supported"):
-            load(ptr, None, None, (), "", cache, eviction, False)
-        with pytest.raises(ValueError, match="bad not supported"):
-            store(ptr, value, None, (), cache, eviction)
-    assert load(ptr, None, None, (), "", ".cg", "evict_first", False).handle.data.tolist() == [1, 2, 3, 4]
-    store(ptr, value, None, (), ".cg", "evict_first")
+        with pytest.raises(ValueError, match="bad not supported|Unsupported .* 'bad'"):
+            load(ptr, None, None, *load_options(semantic, cache, eviction))
+        with pytest.raises(ValueError, match="bad not supported|Unsupported .* 'bad'"):
+            store(ptr, value, None, *store_options(semantic, cache, eviction))
+    hints = ".cg", "evict_first"
+    assert load(ptr, None, None, *load_options(semantic, *hints)).handle.data.tolist() == [1, 2, 3, 4]
+    store(ptr, value, None, *store_options(semantic, *hints))
     assert data[:4].tolist() == [0, 1, 2, 3]
     constant = tl.tensor(ptr.handle, tl.block_type(tl.pointer_type(tl.float32, const=True), [4]))
     with pytest.raises(ValueError, match="constant pointer"):
-        store(constant, value, None, (), "", "")
+        store(constant, value, None, *store_options(semantic))
 
 
 def test_common_accesses_do_not_need_triton(semantic):
@@ -85,8 +101,9 @@ def test_common_accesses_do_not_need_triton(semantic):
     data = memory(tl.float32)
     load, store = with_fast_load(own), with_fast_store(own)
     ptr, mask = pointers(tl.float32, data, (4,)), mask_of((4,))
-    assert load(ptr, mask, semantic.to_tensor(0.0), (), "", "", "", False).handle.data.tolist() == [1, 0, 3, 4]
-    store(ptr, operand(tl.float32, (4,)), mask, (), "", "")
+    zero = semantic.to_tensor(0.0)
+    assert load(ptr, mask, zero, *load_options(semantic)).handle.data.tolist() == [1, 0, 3, 4]
+    store(ptr, operand(tl.float32, (4,)), mask, *store_options(semantic))
     assert data[:4].tolist() == [0, 2, 2, 3]
 
 
@@ -103,6 +120,6 @@ def test_builder_is_called(semantic, monkeypatch):
         monkeypatch.setattr(InterpreterBuilder, name, functools.partialmethod(functools.partial(observed, method)))
     for mask in (None, mask_of((4,))):
         ptr = pointers(tl.float32, memory(tl.float32), (4,))
-        load(ptr, mask, None, (), "", "", "", False)
-        store(ptr, operand(tl.float32, (4,)), mask, (), "", "")
+        load(ptr, mask, None, *load_options(semantic))
+        store(ptr, operand(tl.float32, (4,)), mask, *store_options(semantic))
     assert calls == ["create_masked_load", "create_masked_store"] * 2

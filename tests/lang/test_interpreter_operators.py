@@ -4,8 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
+from triton import knobs
 
+from tdkernels import lang as td
 from tdkernels.lang.interpreter_operators import OPERATORS, with_fast_cast, with_fast_operator, with_fast_where
 from tests.lang.test_interpreter_operands import FLOATS, INTEGERS, NUMBERS, POINTERS, SHAPES, operand
 
@@ -107,3 +110,19 @@ def test_where(semantic, condition):
     x, y = operand(tl.int32, (4,)), operand(tl.int64, (4,))
     assert outcome(fast, mask, x, y) == outcome(semantic.where, mask, x, y)
     assert outcome(fast, mask, 1, 2) == outcome(semantic.where, mask, 1, 2)
+
+
+@td.jit
+def _masked_add_kernel(x_ptr, size, is_enabled):
+    offs = tl.arange(0, 4)
+    tl.atomic_add(x_ptr + offs, 1, mask=(offs < size) & (is_enabled != 0))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_mask_of_an_atomic_operation_may_contain_a_scalar(monkeypatch, debug):
+    """With ``knobs.runtime.debug``, Triton's own operators compute the mask."""
+    monkeypatch.setattr(knobs.runtime, "debug", debug)
+    x = torch.zeros(4, dtype=torch.int32)
+    for is_enabled in (0, 5):
+        _masked_add_kernel[(1,)](x, 3, is_enabled)
+    assert x.tolist() == [1, 1, 1, 0]
