@@ -27,9 +27,13 @@ pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
 # Bytes that moe_gemm_rs may spill, of values that are needed once per work item, and instructions of a main loop with
-# two accumulators that may spill. Triton 3.8 spills up to 248 bytes and 36 instructions (3.6 and 3.7: 96 bytes and 8).
-_IS_38 = triton.__version__.startswith("3.8")
-SUMS_STACK, SUMS_SPILLS = (256, 40) if _IS_38 else (128, 24)
+# two accumulators that may spill. Triton 3.6 and 3.7 spill up to 96 bytes and 8 instructions, 3.8 248 and 36, 3.9 312
+# and none.
+_IS_38, _IS_39 = (triton.__version__.startswith(version) for version in ("3.8", "3.9"))
+SUMS_STACK, SUMS_SPILLS = (256, 40) if _IS_38 else (320, 24) if _IS_39 else (128, 24)
+# Bytes that kernels of SwiGLU may spill if they also store gate and up, outside of the main loops. Triton 3.9 spills up
+# to 384, 3.8 up to 8.
+KEEP_STACK = 384 if _IS_39 else 16
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
@@ -101,7 +105,7 @@ def check_barriers(compiled):
     pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
 ], ids=str)
 def test_gemm_rs(ranks, dtype, w_is_kn, bias):
-    check(compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256], 32)
+    check(compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256], 40 if _IS_39 else 32)
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
@@ -174,7 +178,7 @@ def test_ag_gemm_in_fp8(dtype, bias):
 ])
 def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype):
     compiled = compile_for(*gemm_rs_launch(ranks, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
-    code = check_promoted(compiled, 2, 64)
+    code = check_promoted(compiled, 2, 80 if _IS_39 else 64)
     check_loops(code, "GMMA", 8 if scaling == "block" else 2)
 
 
@@ -216,7 +220,7 @@ def test_group_gemm_in_fp8(activation):
 ], ids=str)
 def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
     launch = group_gemm_launch(experts, dtype, activation, w_is_kn, keep)
-    check(compile_for(*launch, "sm_90"), [256], 16)
+    check(compile_for(*launch, "sm_90"), [256], KEEP_STACK if keep else 16)
 
 
 @pytest.mark.parametrize("choices, dtype, activation, w_is_kn, keep", [
@@ -224,7 +228,8 @@ def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
     pytest.param(8, BF16, "swiglu", False, False, marks=thorough),
 ], ids=str)
 def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
-    code = check(compile_for(*moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep), "sm_90"), [256], 32)
+    launch = moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep)
+    code = check(compile_for(*launch, "sm_90"), [256], max(32, KEEP_STACK if keep else 0))
     check_gather(code)
 
 
@@ -252,7 +257,7 @@ def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
 
 def test_tp_moe_in_fp8():
     code = check(compile_for(*moe_ag_gemm_launch(2, E4M3, "swiglu"), "sm_90"), [256], 32, FP8_PRODUCT)
-    check_gather(code)
+    check_gather(code, 1 if _IS_39 else 0)
 
 
 @thorough

@@ -12,6 +12,7 @@ import pytest
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
@@ -136,7 +137,7 @@ def assemble(ptx, gpu="sm_90a"):
     """Return (the output of ptxas -v, the machine code: [(address, instruction)])."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "cubin")
-        ptxas = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={gpu}", "-o", cubin, "-"]
+        ptxas = [get_ptxas(int(re.findall(r"\d+", gpu)[0])).path, "-v", f"--gpu-name={gpu}", "-o", cubin, "-"]
         report = subprocess.run(ptxas, input=ptx, text=True, capture_output=True, check=True).stderr
         return report, _instructions(_dumped(cubin))
 
