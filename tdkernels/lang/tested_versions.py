@@ -8,7 +8,7 @@ import triton
 _log = logging.getLogger(__name__)
 # Cached launches depend on internals of Triton. tests/runtime/test_triton_launcher.py compares them with the installed
 # launcher. The test has passed with these versions (make test, make test-newest).
-TESTED_VERSIONS = ("3.6", "3.7", "3.8")
+TESTED_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _reported_slow_launches = False
 
 
