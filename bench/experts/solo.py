@@ -41,7 +41,7 @@ _REHEARSAL = TpShape(1024, 64, 32, 3, 2, "rehearsal")  # a slot of solo mode has
 
 @dataclass(frozen=True)
 class Case:
-    """Both stages of a layer on one of ``ranks`` ranks.
+    """The kernels of a layer on one of ``ranks`` ranks.
 
     Attributes:
         shape: The shape of the layer.

@@ -256,9 +256,9 @@ class Workspace(Mailbox):
             self.group.stream_order(self.device).after(stream)
 
     def extend_launch(self) -> None:
-        """Make launches on other streams also wait for what the current stream has launched since the last launch.
+        """Order later launches on other streams after all kernels that the current stream has launched so far.
 
-        For a kernel that reads the buffer after that launch, and neither sends nor waits.
+        Call this after a kernel that reads the buffer but is not a launch of the workspace.
         """
         if not self._on_cpu and not torch.cuda.is_current_stream_capturing():
             self.group.stream_order(self.device).after(None)

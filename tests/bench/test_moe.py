@@ -114,7 +114,7 @@ def measure_ep():
     return ep_moe.measure(ep_case(tokens=16, backward=True), PLAN)
 
 
-def test_both_kernels_are_measured_in_solo_mode():
+def test_all_kernels_are_measured_in_solo_mode():
     """Each config has the right result, and is compared with the longer of the GEMM and the wire."""
     case = solo.Case(solo._REHEARSAL, 2, 1e-3, (0, 2), 1)
     with RankPool(1, "cpu") as pool:

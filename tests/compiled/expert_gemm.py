@@ -136,7 +136,7 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
             tp_moe_launch_unfused.sums(h, routing.rows, of_rows)
         for inner, activation in (h.clone(), None), (dpre, "swiglu"), (dpre, "swiglu_interleaved"):
             tp_moe_launch_gradients.gradients(h, inner, weights, routing, activation)
-        tp_moe_launch_gradients.gathered_rows(x, routing, tp_moe_launch_ag_gemm.get_workspace(group, x.device, ""))
+        tp_moe_launch_gradients.rows_of_workspace(x, routing, tp_moe_launch_ag_gemm.get_workspace(group, x.device, ""))
     names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS + TP_MOE_UNFUSED + TP_MOE_GRADIENTS
     # Both routings place and order the rows in the same way.
     route_launches = route_launches[:2] + route_launches[-5:]

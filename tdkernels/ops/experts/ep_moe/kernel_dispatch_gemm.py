@@ -23,14 +23,15 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, store_rows, swizzle
 from tdkernels.ops.common.work_interleaving import split_piece
 from tdkernels.ops.experts.dispatch.layout import VALID, counts_of, rows_at, summary_at
 from tdkernels.ops.experts.ep_moe.kernel_sort import first_of_expert
 from tdkernels.ops.experts.grouped_gemm.kernel import store_product
-from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile
 
 _KEPT_COLUMNS = tl.constexpr(64)
+_GRADIENT_COLUMNS = tl.constexpr(64)  # of a tile that are stored at a time
 
 
 class Sending(NamedTuple):
@@ -131,6 +132,32 @@ def _keep_rows(
         tl.store(kept_ptr + offs_m[:, None].to(tl.int64) * K + columns[None, :], rows, mask=mask)
 
 
+@td.jit
+def _store_gradient(
+    acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store WIDTH columns of the gradient of rows h, and of h itself, both scaled by the routing weight of the row.
+
+    Return the contribution of these columns to the dot product of each row's unscaled gradient with its h, fp32
+    [BLOCK_M]. It is the gradient of the routing weight.
+    """
+    if WIDTH > _GRADIENT_COLUMNS:
+        # Split into parts: the rows h and the whole accumulator do not fit into the registers together.
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        dots = _store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
+        dots += _store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
+        return dots
+    else:
+        dtype: tl.constexpr = y_ptr.dtype.element_ty
+        offs_n = col + tl.arange(0, WIDTH)
+        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+        h = td.to_float32(tl.load(h_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], mask=mask, other=0.0))
+        store_rows(weighted_ptr, td.from_float32(h * weight[:, None], dtype), offs_m, offs_n, end, N)
+        store_rows(y_ptr, td.from_float32(acc * weight[:, None], dtype), offs_m, offs_n, end, N)
+        return td.sum_of(tl.where(mask, acc, 0.0) * h, 1)
+
+
 # Compiled once per tile, number of ranks, number of experts and top-k, for all shapes and plans.
 @td.jit(do_not_specialize=["R", "slot_rows", "N", "K", "stride_plane", "stride_w", "plan", "group_m"])
 def ep_dispatch_gemm_kernel(
@@ -143,7 +170,7 @@ def ep_dispatch_gemm_kernel(
 
     SENDING is a ``Sending`` and PRODUCT a ``GroupedProduct``. A half of the workspace holds the rows [slot_rows, K],
     their origins and their routing weights. ``origins_ptr`` and ``row_weights_ptr`` [R] are outputs. With ``h_ptr``
-    [R, N], ``row_weights_ptr`` is an input instead, and the results of ``store_gradient`` are stored.
+    [R, N], ``row_weights_ptr`` is an input instead, and the results of ``_store_gradient`` are stored.
     """
     GRADIENT: tl.constexpr = h_ptr is not None
     AHEAD: tl.constexpr = SENDING.ahead
@@ -218,7 +245,7 @@ def ep_dispatch_gemm_kernel(
                 answer = td.fetch_work_item(ctx)
                 if GRADIENT:
                     weight = tl.load(row_weights_ptr + offs_m, mask=offs_m < past, other=0.0)
-                    dots = store_gradient(
+                    dots = _store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
                     )
                     # Partial sums of this tile column. ``ep_gemm_combine_kernel`` sums over the tile columns.

@@ -12,11 +12,8 @@ from tdkernels.ops.common.gemm_tile import (
     columns_of_leaf,
     pack_node,
     scaled_by_rows,
-    store_rows,
     swizzle,
 )
-
-_COLUMNS = tl.constexpr(64)  # columns of a gradient's tile that are stored at a time
 
 
 class GroupedProduct(NamedTuple):
@@ -249,29 +246,3 @@ def _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PR
             return tl.load(base + offs_k[:, None].to(tl.int64) * stride_w + offs_n[None, :], mask=mask, other=0.0)
         else:
             return tl.load(base + offs_n[None, :].to(tl.int64) * stride_w + offs_k[:, None], mask=mask, other=0.0)
-
-
-@td.jit
-def store_gradient(
-    acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Store WIDTH columns of the gradient of rows h, and of h itself, both scaled by the routing weight of the row.
-
-    Return the contribution of these columns to the dot product of each row's unscaled gradient with its h, fp32
-    [BLOCK_M]. It is the gradient of the routing weight.
-    """
-    if WIDTH > _COLUMNS:
-        # Split into parts: the rows h and the whole accumulator do not fit into the registers together.
-        HALF: tl.constexpr = WIDTH // 2
-        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        dots = store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
-        dots += store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
-        return dots
-    else:
-        dtype: tl.constexpr = y_ptr.dtype.element_ty
-        offs_n = col + tl.arange(0, WIDTH)
-        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
-        h = td.to_float32(tl.load(h_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], mask=mask, other=0.0))
-        store_rows(weighted_ptr, td.from_float32(h * weight[:, None], dtype), offs_m, offs_n, end, N)
-        store_rows(y_ptr, td.from_float32(acc * weight[:, None], dtype), offs_m, offs_n, end, N)
-        return td.sum_of(tl.where(mask, acc, 0.0) * h, 1)

@@ -24,11 +24,10 @@ class MoeTpConfig:
         stages: Number of overlap stages, 1 to 8. The first stage has this rank's tokens, the others share the tokens of
             the peers. Each stage reads the weights of the experts once. 0 selects the number by a cost model.
         warp_specialize: Whether different warps of a program may load, multiply, store, and push or add rows. They do
-            so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts, except in
-            the gradient of ``moe_gemm_rs`` for h. Eight times as many programs push then, each with one warp, while
-            the other warps multiply. ``moe_gemm_rs`` does not use the stages. Otherwise the same config
-            runs without it. Results are the same. True is the heuristic default for 16-bit and fp8 operands and more
-            tiles than multiprocessors.
+            so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts. Eight
+            times as many programs push then, each with one warp, while the other warps multiply. ``moe_gemm_rs`` does
+            not use the stages. Otherwise the same config runs without it. Results are the same. True is the heuristic
+            default for 16-bit and fp8 operands and more tiles than multiprocessors.
     """
 
     method: str = "fused"

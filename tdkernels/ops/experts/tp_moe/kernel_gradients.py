@@ -1,4 +1,4 @@
-"""Kernels between the GEMMs of the backward of tp_moe."""
+"""Kernels of the backward of tp_moe besides its GEMMs."""
 
 import triton.language as tl
 

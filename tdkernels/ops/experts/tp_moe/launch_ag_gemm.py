@@ -13,7 +13,7 @@ from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
-from tdkernels.ops.experts.tp_moe.launch_gradients import gathered_rows
+from tdkernels.ops.experts.tp_moe.launch_gradients import rows_of_workspace
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
@@ -45,7 +45,7 @@ class Launched:
     Attributes:
         y: Products [R, ·].
         pre: Input of SwiGLU, or None.
-        rows: Token of each row, [R, K], or None. A warp-specialized kernel does not make it.
+        rows: Token of each row, [R, K], or None without ``keep_rows``.
     """
 
     y: torch.Tensor
@@ -126,7 +126,7 @@ def launch(
     """
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     if keep_rows:
-        x = gemm_operands.rows_contiguous(x)
+        x = gemm_operands.rows_contiguous(x)  # the rows are copied from the memory that the kernel has read
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
@@ -140,7 +140,7 @@ def launch(
     pre = others.pop(0) if keep and activation else None
     if not keep_rows:
         return Launched(y, pre)
-    return Launched(y, pre, others.pop() if others else gathered_rows(x, routing, workspace))
+    return Launched(y, pre, others.pop() if others else rows_of_workspace(x, routing, workspace))
 
 
 def _prepare(workspace, routing, operands, config, activation, keep, scales):

@@ -1,4 +1,4 @@
-"""Launch the kernels between the GEMMs of the backward of tp_moe."""
+"""Launch the kernels of the backward of tp_moe besides its GEMMs."""
 
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,6 @@ def gradients(
         activation: None, "swiglu" or "swiglu_interleaved".
     """
     operands = dy.contiguous(), inner.contiguous(), routing.splits, routing.choices, weights
-    if not dy.shape[0]:
-        return torch.empty_like(operands[1]), torch.empty_like(operands[0]), torch.zeros_like(weights)
     dinner, weighted, dweights = launch_cached(
         local_workspace_of(dy.device), ("moe gradients", activation), operands,
         lambda *of: _prepare_gradients(*of, activation),  # type: ignore[call-arg]
@@ -56,11 +54,11 @@ def _prepare_gradients(dy, inner, splits, choices, weights, activation):
     return Launch(workspace, moe_gradients_kernel, grid, args, constants, operands, outputs, [])
 
 
-def gathered_rows(x: torch.Tensor, routing: "MoeRouting", workspace: "Workspace") -> torch.Tensor:
+def rows_of_workspace(x: torch.Tensor, routing: "MoeRouting", workspace: "Workspace") -> torch.Tensor:
     """Return the token of each row, [R, K], after a launch of moe_ag_gemm with these arguments in the same stream.
 
-    Call this before the next launch of moe_ag_gemm on the workspace. Peers can overwrite the tokens in the launch after
-    that one, which they begin when this rank has begun the next.
+    Call this before the next launch of moe_ag_gemm on the workspace. Call t + 2 of a peer overwrites the tokens of call
+    t. It begins only after this rank has begun call t + 1.
     """
     order, operands = WithinCall(workspace), (x, routing.choices, routing.splits)
     rows = launch_cached(

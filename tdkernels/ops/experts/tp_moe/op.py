@@ -154,14 +154,19 @@ class _GemmRs(torch.autograd.Function):
 
 
 class _Layer(torch.autograd.Function):
-    """Both stages. With an activation the input of SwiGLU is saved, from which the backward computes h again."""
+    """Both stages.
+
+    If there is an activation, its input is saved, and the backward computes h from it. It is half as wide to save h, so
+    h is saved if the gate-up stage needs no gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, topk_weights, w_gate_up, w_down, routing, activation, configs):
-        h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep=True)
+        of_pre = activation if ctx.needs_input_grad[0] or ctx.needs_input_grad[2] else None
+        h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep=of_pre is not None)
         y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
-        ctx.save_for_backward(x, pre if activation else h, weights, w_gate_up, w_down)
-        ctx.call, ctx.weights_dtype = (routing, activation, configs.backward), topk_weights.dtype
+        ctx.save_for_backward(x, pre if of_pre else h, weights, w_gate_up, w_down)
+        ctx.call, ctx.weights_dtype = (routing, of_pre, configs.backward), topk_weights.dtype
         return y
 
     @staticmethod
@@ -258,7 +263,7 @@ def moe_gemm_rs(
         the dtype of h when they are sent.
 
     Gradient:
-        dh, dw and dtopk_weights. All are complete.
+        dh, dw and dtopk_weights. All are complete. The product of dy and w is rounded as in ``tp_moe``.
 
     Raises:
         TypeError, ValueError: If operands are invalid. Nothing has been launched.
@@ -324,8 +329,9 @@ def tp_moe(
         y [M / W, H] in the dtype of x, accumulated in fp32 as in ``moe_gemm_rs``.
 
     Gradient:
-        dx, dtopk_weights, dw_gate_up and dw_down. Each is complete and has the shape of its operand. With weights in
-        float8 there is no gradient.
+        dx, dtopk_weights, dw_gate_up and dw_down. Each is complete and has the shape of its operand. The product of dy
+        and w_down is rounded to the dtype of x before it is multiplied by the routing weight, so in fp16 it can
+        overflow where the weighted product does not. With weights in float8 there is no gradient.
 
     Raises:
         TypeError, ValueError, PeerTimeoutError: As ``moe_ag_gemm`` and ``moe_gemm_rs``.

@@ -273,16 +273,19 @@ def down_backward(
             applies to this GEMM only.
     """
     back = w.transpose(1, 2)
-    unweighted, rows = product_of_gradients(dy, back, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
+    of_dy = config_of_gradient("moe_ag_gemm", back, routing, config)
+    unweighted, rows = product_of_gradients(dy, back, routing, of_dy, keep_rows=need_dw)
     dinner, weighted, dweights = gradients(unweighted, inner, weights, routing, activation)
-    dw = weight_gradient(rows, weighted, routing.splits, w.shape[0]) if need_dw else None
+    dw = weight_gradient(rows, weighted, routing.splits, w.shape[0]) if need_dw else None  # type: ignore[arg-type]
     return dinner, dw, _summed_over_ranks(dweights, routing, _is_torch(config)) if need_dweights else None
 
 
 def product_of_gradients(
-    dy: torch.Tensor, back: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, back: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None, keep_rows: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (product [R, N] of the gradients of rows with the weights of their experts, gradients of rows [R, K]).
+
+    The latter may be None without ``keep_rows``.
 
     The gradient of a row is that of its token, without the routing weight.
 
@@ -293,8 +296,8 @@ def product_of_gradients(
     if _is_torch(config):
         rows = _all_rows(dy, routing)
         return by_torch(rows, back, routing.splits), rows
-    launched = launch_ag_gemm.launch(dy, back, routing, config, keep_rows=True)
-    return launched.y, launched.rows  # type: ignore[return-value]
+    launched = launch_ag_gemm.launch(dy, back, routing, config, keep_rows=keep_rows)
+    return launched.y, launched.rows
 
 
 @whole_call

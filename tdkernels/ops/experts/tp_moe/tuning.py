@@ -66,7 +66,11 @@ class MoeAgGemmTunable(MoeTunable):
 
     def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         product = self._gate_up_s(config, self.weights(problem)[0], problem, hardware)
-        return 1e3 * (product if problem.layout == "kn" else _ROUTE_S + product)
+        if problem.layout != "kn":
+            return 1e3 * (_ROUTE_S + product)
+        tokens, _, k, _, choices = problem.shape
+        nbytes = 2 * tokens * choices * k * problem.torch_dtype.itemsize if config.warp_specialize else 0
+        return 1e3 * (product + nbytes / hardware.memory)  # the other kernels copy dy to its rows before they multiply
 
     def reference(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup") -> torch.Tensor:
         x, ids, _, w = operands

@@ -156,6 +156,7 @@ def computes_only_required_gradients():
         assert set(results) == {"y", f"d{name}"}
         layer.check(results)
         assert tuple(spy.call_count for spy in (ag, rs, gather, wgrad)) == launches, name
+        assert ag.call_args.kwargs["keep_rows"] == (name == "w_down")
 
 
 def saves_nothing_without_grad():
@@ -166,6 +167,27 @@ def saves_nothing_without_grad():
             y = layer.call()
         assert not y.requires_grad and launch.call_args.args[5] is False
         layer.check({"y": y})
+
+
+def saves_half_of_the_intermediate_results():
+    """The input of SwiGLU is saved, or h if the gate-up stage needs no gradient or has no activation."""
+    rows, hidden = dist.get_world_size() * SMALL["tokens"] * SMALL["k"], SMALL["hidden"]
+    for activation, wanted, expected in (
+        ("swiglu", NAMES, (False, True)), ("swiglu_interleaved", ("x",), (False, True)),
+        ("swiglu", ("w_down", "topk_weights"), (True, False)), (None, NAMES, (True, False)),
+    ):
+        layer, saved = Sliced(**SMALL, activation=activation, dtype=FP32, seed=21), []
+        layer.require(wanted)
+
+        def pack(tensor, saved=saved):
+            saved.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer.call()
+        assert ((rows, hidden) in saved, (rows, 2 * hidden) in saved) == expected, (activation, wanted, saved)
+        y.backward(layer.dy)
+        layer.check({"y": y.detach(), **layer.gradients()})
 
 
 def goes_backward_twice():
@@ -240,7 +262,8 @@ def compiles_with_graph_breaks():
 
 
 AUTOGRAD = [
-    computes_only_required_gradients, saves_nothing_without_grad, goes_backward_twice, uses_an_output_twice,
+    computes_only_required_gradients, saves_nothing_without_grad, saves_half_of_the_intermediate_results,
+    goes_backward_twice, uses_an_output_twice,
     takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
     compiles_with_graph_breaks,
 ]

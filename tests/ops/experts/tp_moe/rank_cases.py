@@ -6,6 +6,7 @@ test_tp_moe_ranks.py starts them: determinism, memory reuse, disagreement, and l
 import random
 import time
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,20 @@ def is_bitwise_deterministic(kinds, calls, seed):
             tdkernels.synchronize()
             for name, result in {"y": y.detach(), **layer.gradients()}.items():
                 assert torch.equal(result, expected[name]), f"{name} of {layer.title}"
+
+
+def takes_rows_from_the_workspace(kinds, calls):
+    """Check gradients if the kernel of moe_ag_gemm returns no rows, as the warp-specialized one."""
+    original = tp_moe_launch_ag_gemm.launch_cached
+
+    def without_rows(*args):
+        *made, rows = original(*args)
+        rows.fill_(torch.nan)
+        return made
+
+    with mock.patch.object(tp_moe_launch_ag_gemm, "launch_cached", without_rows):
+        is_bitwise_deterministic(kinds, calls, seed=calls)
+        runs_ahead_of_peers(calls)
 
 
 def runs_ahead_of_peers(calls):

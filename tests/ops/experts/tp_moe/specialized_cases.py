@@ -54,21 +54,26 @@ def computes(spec, stages):
         layer.check(results)
 
 
+RESULTS = "h", "y", "dx", "dh", "dtopk_weights", "dw_down"
+
+
 def _run_both_kernels(layer, config):
-    """Return the results of both stages and of the gradient of the first one, with rows in the order of the routing."""
+    """Return the RESULTS of both stages and of their gradients, with rows in the order of the routing."""
     x, ids, weights, w_gate_up, w_down = (
         tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in layer.operands()
     )
     h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation=layer.activation, config=config)
     used = int(routing.splits.sum())
-    y = tdkernels.moe_gemm_rs(h.detach(), routing, weights.detach(), w_down.detach(), config=config)
+    rows = h.detach().requires_grad_()
+    y = tdkernels.moe_gemm_rs(rows, routing, weights, w_down, config=config)
     dh = torch.randn(h.shape, generator=torch.Generator(device()).manual_seed(1), device=device()).to(h.dtype)
     h.backward(dh)
-    return h.detach()[:used], y, x.grad
+    y.backward(layer.dy)
+    return h.detach()[:used], y.detach(), x.grad, rows.grad[:used], weights.grad, w_down.grad
 
 
 def has_the_bits_of_the_portable_kernels(spec, stages, repeats=3):
-    """Check rows, sums and the gradient of x, with new operands each time."""
+    """Check rows, sums and gradients, with new operands each time."""
     for seed in range(repeats):
         for chunk_rows in (32, 128):
             layer = Sliced(**spec | {"seed": 10 * seed + chunk_rows})
@@ -77,7 +82,7 @@ def has_the_bits_of_the_portable_kernels(spec, stages, repeats=3):
                 found = [_run_both_kernels(layer, config) for _ in range(3)]
             expected = _run_both_kernels(layer, portable(config))
             for results in found:
-                for name, result, other in zip(("h", "y", "dx"), results, expected, strict=True):
+                for name, result, other in zip(RESULTS, results, expected, strict=True):
                     assert torch.equal(result, other), (layer.title, name, (result - other).abs().max())
 
 

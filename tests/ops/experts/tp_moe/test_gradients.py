@@ -1,6 +1,7 @@
 """The kernels between the GEMMs of the backward of tp_moe, with wide rows and assignments that are dropped."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tdkernels
 from tdkernels import MoeTpConfig
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gradients
 from tdkernels.symm import get_workspace
+from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import device, on_ranks
 
@@ -27,10 +29,10 @@ def _routing(generator):
     splits = torch.tensor([20, 0, rows - DROPPED - 27, 7], dtype=torch.int32)
     weights = torch.rand(rows, generator=generator)
     weights[order[rows - DROPPED :].long()] = torch.nan
-    # The assignments of unused rows are undefined, so they must not be used.
+    # The assignments of unused rows must not be used.
     choices = torch.cat([order[: rows - DROPPED], torch.full((DROPPED,), 2**30, dtype=torch.int32)])
-    of_ranks = SimpleNamespace(splits=splits.to(device()), choices=choices.to(device()))
-    return of_ranks, weights.view(TOKENS, CHOICES).to(device())
+    routing = SimpleNamespace(splits=splits.to(device()), choices=choices.to(device()))
+    return routing, weights.view(TOKENS, CHOICES).to(device())
 
 
 def _swiglu(inner, activation):
@@ -71,19 +73,24 @@ def test_gradients(width, dtype, activation):
 
 
 def gathers_rows(tokens, width, dtype, drops):
-    """Compare the rows of ``gathered_rows`` with those that the kernel of moe_ag_gemm made, in both halves."""
+    """Compare the rows of ``rows_of_workspace`` with those that the kernel of moe_ag_gemm made.
+
+    Each call has other tokens, and the calls alternate between the halves.
+    """
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     w = torch.randn(EXPERTS, 16, width, generator=torch.Generator().manual_seed(99)).to(dtype).to(device())
     ids = torch.randint(-1 if drops else 0, EXPERTS, (tokens, CHOICES), generator=generator).to(device())
     config = MoeTpConfig(tiles=tdkernels.Tiles(16, 16, 16), num_comm_sms=2, chunk_rows=16, stages=2)
-    for _ in range(3):
+    x = torch.randn(tokens, width, generator=generator).to(dtype).to(device())
+    _, routing = tdkernels.moe_ag_gemm(x, ids, w, group=group, config=config)
+    used, workspace = int(routing.splits.sum()), get_workspace(group, x.device, "moe_ag_gemm")
+    for _ in range(4):
         x = torch.randn(tokens, width, generator=generator).to(dtype).to(device())
-        _, routing = tdkernels.moe_ag_gemm(x, ids, w, group=group, config=config)
         made = launch_ag_gemm.launch(x, w, routing, config, keep_rows=True)
-        used = int(routing.splits.sum())
-        with poisoned_outputs():
-            rows = launch_gradients.gathered_rows(x, routing, get_workspace(group, x.device, "moe_ag_gemm"))
+        with poisoned_outputs(), mock.patch.object(Workspace, "extend_launch") as extend_launch:
+            rows = launch_gradients.rows_of_workspace(x, routing, workspace)
+        extend_launch.assert_called_once_with()
         assert rows.shape == made.rows.shape and torch.equal(rows[:used], made.rows[:used])
         everything = torch.empty(dist.get_world_size() * tokens, width, dtype=dtype, device=device())
         dist.all_gather_into_tensor(everything, x)
@@ -94,5 +101,5 @@ def gathers_rows(tokens, width, dtype, drops):
 @pytest.mark.parametrize("tokens, width, dtype, drops", [
     (37, 24, BF16, True), (16, 4104, BF16, False), (3, 12, FP32, True), (5, 13, BF16, True),
 ], ids=str)
-def test_gathered_rows(world_size, tokens, width, dtype, drops):
+def test_rows_of_workspace(world_size, tokens, width, dtype, drops):
     on_ranks(world_size, gathers_rows, tokens, width, dtype, drops)

@@ -35,6 +35,11 @@ def test_no_rank_overtakes_its_peers_data(world_size, calls):
     on_ranks(world_size, rank_cases.runs_ahead_of_peers, calls)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_of_the_workspace(world_size):
+    on_ranks(world_size, rank_cases.takes_rows_from_the_workspace, KINDS[:2], 4)
+
+
 def test_slow_rank():
     on_ranks(2, rank_cases.waits_for_a_slow_rank)
 

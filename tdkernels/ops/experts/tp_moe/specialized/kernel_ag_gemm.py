@@ -67,7 +67,7 @@ def moe_ag_gemm_specialized_kernel(
     X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, EXPERT_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
     trace_ptr=None,
 ):
-    """Compute y as ``moe_ag_gemm_kernel`` does, without the results for gradients.
+    """Compute y as ``moe_ag_gemm_kernel`` does, without the rows [R, K].
 
     choices_ptr: int32 [R], the assignment of each row; a token has CHOICES assignments, see ``kernel_route``
     w_desc, y_ptr to pre_desc, PAIR to PROMOTE: as for ``group_gemm_specialized_kernel``
