@@ -10,6 +10,7 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.scaling import layout_of
 from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
+from tdkernels.ops.experts.grouped_gemm.layout import weight_layout
 from tdkernels.ops.experts.tp_moe import fp8, launch_specialized
 from tdkernels.ops.experts.tp_moe.config import default_config
 from tdkernels.runtime import gpu
@@ -115,6 +116,24 @@ def fake_hopper(monkeypatch):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("hidden, of_rank, gradients", [
+    (4096, 1792, (True, True)), (4104, 1792, (False, True)), (4096, 1800, (True, False)), (4104, 1800, (False, False)),
+])
+def test_weights_of_the_backward(monkeypatch, hidden, of_rank, gradients):
+    """The GEMMs of the backward read the weights as [K, N], which are supported if K is a multiple of a step."""
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "has_tma", lambda device: True)
+
+    def is_supported(weight, activation=None):
+        x, w = torch.empty(16, weight.shape[2], dtype=weight.dtype, device="meta"), weight_layout(weight, activation)[0]
+        return launch_specialized.supports(x, w, activation, specialized.CONFIG)
+
+    shapes = (8, 2 * of_rank, hidden), (8, hidden, of_rank)
+    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    assert is_supported(gate_up, "swiglu") and is_supported(down)
+    assert (is_supported(down.transpose(1, 2)), is_supported(gate_up.transpose(1, 2))) == gradients
 
 
 @pytest.mark.parametrize("tokens, choices, experts, n, k, dtype, specialized", [
