@@ -15,12 +15,13 @@ from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_d
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
+from tdkernels.ops.experts.grouped_gemm import launch_weighted_rows
 from tdkernels.ops.experts.grouped_gemm import launch_weights as grouped_gemm_launch_weights
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
-from tdkernels.ops.experts.tp_moe import launch_gradients as tp_moe_launch_gradients
+from tdkernels.ops.experts.tp_moe import launch_rows as tp_moe_launch_rows
 from tdkernels.ops.experts.tp_moe import launch_unfused as tp_moe_launch_unfused
 from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
@@ -101,7 +102,7 @@ TP_MOE_ROUTE = ["pack ids", "count ids", "pack", "count", "place", "order", "sca
 TP_MOE_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
 TP_MOE_SUMS = ["sums", "gradient of rows"]
 TP_MOE_UNFUSED = ["unfused sums", "unfused sums, weighted"]
-TP_MOE_GRADIENTS = ["gradients", "gradients, swiglu", "gradients, interleaved", "gathered rows"]
+TP_MOE_GRADIENTS = ["gradients", "gradients, swiglu", "gradients, interleaved", "gradients by row", "gathered rows"]
 
 
 @functools.cache
@@ -116,10 +117,10 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(moe_routing, "all_gather", lambda message, group: message.repeat(ranks))
-        route_launches, row_launches, sum_launches, unfused_launches, gradient_launches = (
+        route_launches, row_launches, sum_launches, unfused_launches, gradient_launches, copy_launches = (
             stack.enter_context(recorded_launches(module)) for module in (
                 moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs, tp_moe_launch_unfused,
-                tp_moe_launch_gradients,
+                launch_weighted_rows, tp_moe_launch_rows,
             )
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
@@ -135,12 +136,14 @@ def tp_moe_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         for of_rows in None, weights:
             tp_moe_launch_unfused.sums(h, routing.rows, of_rows)
         for inner, activation in (h.clone(), None), (dpre, "swiglu"), (dpre, "swiglu_interleaved"):
-            tp_moe_launch_gradients.gradients(h, inner, weights, routing, activation)
-        tp_moe_launch_gradients.rows_of_workspace(x, routing, tp_moe_launch_ag_gemm.get_workspace(group, x.device, ""))
+            launch_weighted_rows.weighted_gradients(h, inner, routing.splits, routing.choices, weights, activation)
+        row_weights = torch.ones(h.shape[0])
+        launch_weighted_rows.weighted_gradients(h, dpre, routing.splits, None, row_weights, "swiglu")
+        tp_moe_launch_rows.rows_of_workspace(x, routing, tp_moe_launch_ag_gemm.get_workspace(group, x.device, ""))
     names = TP_MOE_ROUTE + TP_MOE_ROWS + TP_MOE_SUMS + TP_MOE_UNFUSED + TP_MOE_GRADIENTS
     # Both routings place and order the rows in the same way.
     route_launches = route_launches[:2] + route_launches[-5:]
-    launches = route_launches + row_launches + sum_launches + unfused_launches + gradient_launches
+    launches = route_launches + row_launches + sum_launches + unfused_launches + gradient_launches + copy_launches
     return dict(zip(names, launches, strict=True))
 
 

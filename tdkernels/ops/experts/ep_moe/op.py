@@ -7,12 +7,12 @@
 Rank r has experts r * E / W to (r + 1) * E / W - 1. T may differ between ranks and may be 0.
 
 Forward. Three steps run one after the other. ``receive`` sends the tokens to the ranks of their experts
-(``ep_dispatch``). ``experts`` is two grouped GEMMs (``group_gemm``) with SwiGLU in between. ``ep_combine`` sends the
+(``ep_dispatch``). The experts are two grouped GEMMs with SwiGLU in between. ``ep_combine`` sends the
 results back and computes the weighted sums. The host waits only for the number of rows, and with ``max_tokens`` or
 ``max_tokens_per_rank`` it does not wait at all.
 
 Backward. The backwards of the three steps run in reverse order. The gradient of y is sent to the experts and the
-gradient of x is sent back.
+gradient of x is sent back. Experts and combine are one autograd function, which saves less (``experts``).
 
 With ``EpMoeConfig(method="fused")`` the GEMMs overlap the communication, forward and backward, see ``ep_moe_fused``.
 
@@ -35,8 +35,9 @@ from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.token_buckets import with_capacity
 from tdkernels.ops.experts.dispatch.validation import check_dispatch, check_most_tokens
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
+from tdkernels.ops.experts.ep_moe.experts import experts_and_combine
 from tdkernels.ops.experts.ep_moe.fused import ep_moe_fused, why_not
-from tdkernels.ops.experts.ep_moe.steps import experts, fp8_experts, receive
+from tdkernels.ops.experts.ep_moe.steps import fp8_experts, receive, rows_of
 from tdkernels.ops.experts.ep_moe.torch_op import ep_moe_compiled
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
     check_fast_accum,
@@ -171,7 +172,7 @@ def ep_moe(
     Gradient:
         Of x, topk_weights, w_gate_up and w_down. The gradients of the weights are complete: they include the tokens of
         all ranks, and are zero for an expert without tokens. The backward is collective, also for ranks without tokens.
-        With weights in float8 there is no gradient.
+        The product of dy and w_down is rounded as in ``tp_moe``. With weights in float8 there is no gradient.
 
     Raises:
         TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
@@ -267,7 +268,7 @@ def _run(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, activ
         group, ep,
     )
     if scales is None:
-        made = experts(recv, w_gate_up, w_down, activation, x.dtype, gemm)
-    else:
-        made = fp8_experts(recv, w_gate_up, w_down, scales, use_fast_accum, activation, x.dtype, gemm)
+        rows = rows_of(recv, x.dtype)
+        return experts_and_combine(recv, handle, rows, topk_weights, w_gate_up, w_down, activation, gemm)
+    made = fp8_experts(recv, w_gate_up, w_down, scales, use_fast_accum, activation, x.dtype, gemm)
     return ep_combine(made, handle, group=group)

@@ -1,10 +1,9 @@
-"""Steps of ep_moe before its ep_combine: dispatch the tokens, and apply the experts of this rank."""
+"""Steps of ep_moe before its ep_combine: dispatch the tokens, and apply experts with weights in fp8."""
 
 from typing import TYPE_CHECKING
 
 from tdkernels.ops.experts.dispatch.op import ep_dispatch
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product
-from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.quantize.op import dequantize_rows
 
 if TYPE_CHECKING:
@@ -36,15 +35,6 @@ def receive(
 def rows_of(recv: "EpTokens", dtype: "torch.dtype") -> "torch.Tensor":
     """Return the received rows in ``dtype``: dequantized if they were sent in fp8."""
     return recv.x if recv.scales is None else dequantize_rows(recv.x, recv.scales, dtype)
-
-
-def experts(
-    recv: "EpTokens", w_gate_up: "torch.Tensor", w_down: "torch.Tensor", activation: str, dtype: "torch.dtype",
-    config: "GroupGemmConfig | None",
-) -> "torch.Tensor":
-    """Apply the experts of this rank, with weights in ``dtype``, to their rows."""
-    hidden = group_gemm(rows_of(recv, dtype), w_gate_up, recv.splits, activation=activation, config=config)
-    return group_gemm(hidden, w_down, recv.splits, config=config)
 
 
 def fp8_experts(

@@ -9,10 +9,12 @@ import torch
 
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.dispatch.config import EpConfig
-from tdkernels.ops.experts.dispatch.op import ep_combine
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.route import plan_route, route
+from tdkernels.ops.experts.ep_moe.experts import backward, forward
 from tdkernels.ops.experts.ep_moe.steps import receive, rows_of
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.dispatch import explicit_config
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm.whole_call import whole_call
@@ -27,40 +29,26 @@ def _ep_moe(
     recv, handle = receive(
         x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
     )
-    rows, splits = rows_of(recv, x.dtype), recv.splits
-    hidden, pre = torch.ops.tdkernels.group_gemm(rows, w_gate_up, splits, activation, keep, gemm)
-    made, _ = torch.ops.tdkernels.group_gemm(hidden, w_down, splits, "", False, gemm)
-    y = ep_combine(made, handle, group=group)
-    return (y, rows, pre, hidden, made) if keep else (y, *(y.new_empty(0) for _ in range(4)))
+    rows, gemm_config = rows_of(recv, x.dtype), explicit_config(from_text(GroupGemmConfig, gemm) if gemm else None)
+    y, pre = forward(rows, w_gate_up, w_down, recv, handle, activation, gemm_config, keep)
+    return (y, rows, pre, recv.topk_weights) if keep else (y, *(y.new_empty(0) for _ in range(3)))
 
 
 @whole_call
 def _ep_moe_backward(
-    dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
+    dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, row_weights, need_dx, need_dtopk, need_dgate_up,
     need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
 ):
     group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
     request = DispatchRequest("ep_moe", group, x, topk_ids, num_experts, config, quantize, max_tokens)
     routing = route(plan_route(request), request)
     routing.dispatch(x.new_empty(x.shape[0], 0))
-    weights = topk_weights.to(torch.float32).contiguous()
-    dmade, dots = routing.dispatch_gradient(dy, made, weights, need_dtopk)
-    dx = dtopk = None
-    if need_dtopk:
-        _, dtopk = routing.combine(dy.new_empty(routing.rows, 0), row_numbers=dots)
-    need_dhidden = need_dx or need_dgate_up
-    dhidden, ddown = torch.ops.tdkernels.group_gemm_backward(
-        dmade, hidden, w_down, routing.splits, hidden.new_empty(0), "", need_dhidden, need_ddown
-    )
-    drows = dgate_up = None
-    if need_dhidden:
-        drows, dgate_up = torch.ops.tdkernels.group_gemm_backward(
-            dhidden, rows, w_gate_up, routing.splits, pre, activation, need_dx, need_dgate_up
-        )
-    if need_dx:
-        dx, _ = routing.combine(drows)
     needs = need_dx, need_dtopk, need_dgate_up, need_ddown
-    return pack_gradients((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
+    drows, *gradients = backward(
+        dy, rows, pre, routing.splits, row_weights, w_gate_up, w_down, routing, activation, needs
+    )
+    dx = routing.combine(drows)[0] if need_dx else None
+    return pack_gradients((dx, *gradients), (x, topk_weights, w_gate_up, w_down), needs)
 
 
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
@@ -72,23 +60,23 @@ def _fake_ep_moe(
 ):
     y = x.new_empty(x.shape)
     if not keep:
-        return y, *(x.new_empty(0) for _ in range(4))
-    widths = x.shape[1], w_gate_up.shape[1], w_down.shape[2], x.shape[1]
-    return y, *(x.new_empty(max_tokens, width) for width in widths)
+        return y, *(x.new_empty(0) for _ in range(3))
+    rows, pre = (x.new_empty(max_tokens, width) for width in (x.shape[1], w_gate_up.shape[1]))
+    return y, rows, pre, x.new_empty(max_tokens, dtype=torch.float32)
 
 
-def _fake_ep_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
+def _fake_ep_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, row_weights, *call):
     return fake_gradients((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 torch_op.register(
     f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _ep_moe,
     _fake_ep_moe,
 )
 torch_op.register(
-    f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor hidden, Tensor made, bool need_dx,"
+    f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor row_weights, bool need_dx,"
     f" bool need_dtopk, bool need_dgate_up, bool need_ddown, {_SETTINGS}, str group, str ep)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _ep_moe_backward,

@@ -13,7 +13,7 @@ from tdkernels.ops.experts.grouped_gemm.layout import planes_of, weight_layout
 from tdkernels.ops.experts.tp_moe import launch_specialized
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
-from tdkernels.ops.experts.tp_moe.launch_gradients import rows_of_workspace
+from tdkernels.ops.experts.tp_moe.launch_rows import rows_of_workspace
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec

@@ -13,13 +13,13 @@ and sends the sum to the token's rank. That rank adds the sums of all ranks in f
 Backward. Only shards are saved.
 
     operator      dgrad                                                      wgrad
-    moe_gemm_rs   a moe_ag_gemm of dy; then ``moe_gradients_kernel``         grouped GEMM of the gathered rows of dy and
-                  computes dh, the weighted h and dtopk_weights              the weighted h
+    moe_gemm_rs   a moe_ag_gemm of dy; then one kernel computes dh, the      grouped GEMM of the gathered rows of dy and
+                  weighted h and dtopk_weights                               the weighted h
     moe_ag_gemm   dx by a moe_gemm_rs of the gradient of SwiGLU's input;     grouped GEMM with the gathered rows of x
                   x is gathered concurrently, on the side stream
 
-In tp_moe with an activation, h is not saved. ``moe_gradients_kernel`` computes it again from the input of SwiGLU, and
-computes the gradient of that input instead of dh.
+In tp_moe with an activation, h is not saved. ``weighted_gradients_kernel`` computes it again from the input of SwiGLU,
+and computes the gradient of that input instead of dh.
 
 Each dgrad selects its own config, under the layout "kn". Chunks and stages are given by the routing of the forward.
 

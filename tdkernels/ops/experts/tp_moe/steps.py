@@ -17,10 +17,10 @@ from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, product_by_torch, weight_gradient
+from tdkernels.ops.experts.grouped_gemm.launch_weighted_rows import weighted_gradients
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, launch_unfused
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
-from tdkernels.ops.experts.tp_moe.launch_gradients import gradients
 from tdkernels.ops.experts.tp_moe.routing import route
 from tdkernels.ops.experts.tp_moe.stages import best_stages
 from tdkernels.symm.group import group_state
@@ -275,7 +275,9 @@ def down_backward(
     back = w.transpose(1, 2)
     of_dy = config_of_gradient("moe_ag_gemm", back, routing, config)
     unweighted, rows = product_of_gradients(dy, back, routing, of_dy, keep_rows=need_dw)
-    dinner, weighted, dweights = gradients(unweighted, inner, weights, routing, activation)
+    dinner, weighted, dweights = weighted_gradients(
+        unweighted, inner, routing.splits, routing.choices, weights, activation
+    )
     dw = weight_gradient(rows, weighted, routing.splits, w.shape[0]) if need_dw else None  # type: ignore[arg-type]
     return dinner, dw, _summed_over_ranks(dweights, routing, _is_torch(config)) if need_dweights else None
 

@@ -151,7 +151,7 @@ def respects_capacity(config):
 
 def uses_low_latency_dispatch(quantize):
     """With a bound, ep_moe uses one low-latency dispatch with the same results. Exceeding the bound is an error."""
-    layer = Layer(UNEVEN, 2, 2, 128, 8, quantize=quantize is not None, seed=3)
+    layer = Layer([17, 0, 21, 14], 2, 2, 128, 8, quantize=quantize is not None, seed=3)
     bound = max(layer.case.tokens)
     wanted = [name for name in NAMES if name != "x" or quantize is None]
     for bounds in ({"max_tokens_per_rank": bound}, {"max_tokens_per_rank": bound + 3, "max_tokens": 100}):
@@ -221,6 +221,23 @@ def computes_only_required_gradients():
             assert sent == [(16, False), *back], f"{sent} for the gradient of {name}"
     with torch.no_grad():
         assert not layer.call().requires_grad
+
+
+def saves_neither_h_nor_outputs():
+    """Of the tensors of rows, only the received rows and the input of SwiGLU are saved."""
+    layer, saved = Layer(UNEVEN, 2, 2, 40, 24, FP32, seed=9), []
+    layer.own = {name: operand.detach().requires_grad_() for name, operand in layer.own.items()}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.ndim == 2:
+            saved.append(tensor.shape[1])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer.call()
+    assert sorted(saved) == [40, 48], saved
+    y.backward(layer.all_dy[layer.case.mine].to(device()))
+    layer.check({"y": y.detach(), **{f"d{name}": layer.own[name].grad for name in NAMES}})
 
 
 def fused_computes_only_required_gradients():

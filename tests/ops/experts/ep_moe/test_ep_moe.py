@@ -97,6 +97,11 @@ def test_only_required_gradients():
     on_ranks(2, cases.computes_only_required_gradients)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saved_tensors(world_size):
+    on_ranks(world_size, cases.saves_neither_h_nor_outputs)
+
+
 @each_config
 def test_autocast(config):
     on_ranks(2, cases.follows_autocast, config)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import MoeTpConfig
-from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gradients
+from tdkernels.ops.experts.grouped_gemm.launch_weighted_rows import weighted_gradients
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_rows
 from tdkernels.symm import get_workspace
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
@@ -51,7 +52,9 @@ def computes_gradients(width, dtype, activation):
     dy[used:], inner[used:] = torch.nan, torch.nan
     dy, inner = dy.to(device()), inner.to(device())
     with poisoned_outputs():
-        dinner, weighted, dweights = launch_gradients.gradients(dy, inner, weights, routing, activation)
+        dinner, weighted, dweights = weighted_gradients(
+            dy, inner, routing.splits, routing.choices, weights, activation
+        )
     assert dinner.shape == inner.shape and dinner.dtype == weighted.dtype == dtype and dweights.dtype == FP32
 
     choices = routing.choices[:used].long()
@@ -89,7 +92,7 @@ def gathers_rows(tokens, width, dtype, drops):
         x = torch.randn(tokens, width, generator=generator).to(dtype).to(device())
         made = launch_ag_gemm.launch(x, w, routing, config, keep_rows=True)
         with poisoned_outputs(), mock.patch.object(Workspace, "extend_launch") as extend_launch:
-            rows = launch_gradients.rows_of_workspace(x, routing, workspace)
+            rows = launch_rows.rows_of_workspace(x, routing, workspace)
         extend_launch.assert_called_once_with()
         assert rows.shape == made.rows.shape and torch.equal(rows[:used], made.rows[:used])
         everything = torch.empty(dist.get_world_size() * tokens, width, dtype=dtype, device=device())

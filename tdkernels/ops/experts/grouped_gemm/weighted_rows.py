@@ -1,4 +1,4 @@
-"""Kernels of the backward of tp_moe besides its GEMMs."""
+"""Kernel of the gradients of rows whose product with the weight of their expert is multiplied by a routing weight."""
 
 import triton.language as tl
 
@@ -8,15 +8,16 @@ from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
 
 
 @td.jit(do_not_specialize=["R", "num_experts"])
-def moe_gradients_kernel(
+def weighted_gradients_kernel(
     dy_ptr, inner_ptr, splits_ptr, choices_ptr, weights_ptr, dinner_ptr, weighted_ptr, dweights_ptr, R, N, num_experts,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of the input of the down stage. Of n programs each one takes every n-th row.
+    """Compute the gradients of rows h whose product is weighted. Of n programs each one takes every n-th row.
 
     dy_ptr: [R, N], gradients of rows h before the routing weights are applied
     inner_ptr: h [R, N], or with an activation its input [R, 2 * N], from which h is computed again
-    choices_ptr: int32 [R], the assignment of each row; weights_ptr: fp32, the routing weight of each assignment
+    choices_ptr: int32 [R], the assignment of each row, or None if the assignments are the rows
+    weights_ptr: fp32, the routing weight of each assignment
     dinner_ptr: the gradient of ``inner_ptr``, in its shape
     weighted_ptr: [R, N], h times the routing weight of its row
     dweights_ptr: fp32, the gradient of each routing weight, the dot product of a row of h and dy. That of an assignment
@@ -25,7 +26,9 @@ def moe_gradients_kernel(
     rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
     dtype: tl.constexpr = weighted_ptr.dtype.element_ty
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        choice = tl.load(choices_ptr + row)
+        choice = row
+        if choices_ptr is not None:
+            choice = tl.load(choices_ptr + row)
         weight = tl.load(weights_ptr + choice)
         dots = tl.full((BLOCK,), 0.0, tl.float32)
         for first in range(0, N, BLOCK):
@@ -45,31 +48,3 @@ def moe_gradients_kernel(
             tl.store(weighted_ptr + at, td.from_float32(h * weight, dtype), mask=mask)
             dots += dy * h
         tl.store(dweights_ptr + choice, td.sum_of(dots, 0))
-
-
-@td.jit(do_not_specialize=["M_shard", "R", "slot_rows", "num_experts"])
-def moe_rows_kernel(
-    ctx, x_ptr, choices_ptr, splits_ptr, rows_ptr, M_shard, R, K, slot_rows, num_experts,
-    CHOICES: tl.constexpr, ALIGNED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Store the token of each row, [R, K], after a kernel of moe_ag_gemm has gathered the tokens of all ranks.
-
-    The tokens of a peer are in the half of that call, those of this rank in ``x_ptr``. The kernel of moe_ag_gemm has
-    waited for all tokens. Of n programs each one takes every n-th row.
-
-    ALIGNED: whether tokens have a multiple of 16 bytes
-    """
-    me = td.rank(ctx)
-    slots = td.data_at(ctx, (td.epoch(ctx) % 2).to(tl.int32), me)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row_bytes = tl.cast(K, tl.int64) * (dtype.primitive_bitwidth // 8)
-    rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        token = tl.load(choices_ptr + row) // CHOICES
-        source = token // M_shard
-        shard = tl.where(source == me, x_ptr.to(tl.int64), slots + source.to(tl.int64) * slot_rows * row_bytes)
-        token_ptr = td.pointer_to(shard + (token - source * M_shard) * row_bytes, dtype, ALIGNED)
-        for first in range(0, K, BLOCK):
-            offs = first + tl.arange(0, BLOCK)
-            token_part = tl.load(token_ptr + offs, mask=offs < K, other=0.0)
-            tl.store(rows_ptr + tl.cast(row, tl.int64) * K + offs, token_part, mask=offs < K)
