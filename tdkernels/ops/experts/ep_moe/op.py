@@ -12,7 +12,8 @@ results back and computes the weighted sums. The host waits only for the number 
 ``max_tokens_per_rank`` it does not wait at all.
 
 Backward. The backwards of the three steps run in reverse order. The gradient of y is sent to the experts and the
-gradient of x is sent back. Experts and combine are one autograd function, which saves less (``experts``).
+gradient of x is sent back. Experts and combine are one autograd function, so neither h nor the outputs of the experts
+are saved (``experts``).
 
 With ``EpMoeConfig(method="fused")`` the GEMMs overlap the communication, forward and backward, see ``ep_moe_fused``.
 
@@ -49,7 +50,7 @@ from tdkernels.ops.experts.grouped_gemm.fp8_weights import (
 )
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
-from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts
+from tdkernels.ops.experts.grouped_gemm.validation import check_activation, check_experts, check_method
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import GroupLike, resolve_group
@@ -112,6 +113,9 @@ def _check(request, topk_weights, w_gate_up, w_down, scales, use_fast_accum, act
                 raise ValueError(f"{operator}: config cannot run: gemm: {reason}")
             check_fp8_tiles(operator, gemm.tiles, (w_gate_up, w_down), scales, "gemm: ")
     check_invariant(operator, config)
+    if config is not None and scales is None:
+        for name, weight in ("w_gate_up", w_gate_up), ("w_down", w_down):
+            check_method(operator, config.parts(x)[1], weight, name)
     if config is not None and config.method == "fused":
         reason = "it cannot multiply weights in float8" if scales else why_not(request.group, request.quantize)
         if reason is not None:
@@ -172,7 +176,8 @@ def ep_moe(
     Gradient:
         Of x, topk_weights, w_gate_up and w_down. The gradients of the weights are complete: they include the tokens of
         all ranks, and are zero for an expert without tokens. The backward is collective, also for ranks without tokens.
-        The product of dy and w_down is rounded as in ``tp_moe``. With weights in float8 there is no gradient.
+        The product of dy and w_down is rounded to the dtype of x before it is multiplied by the routing weight, so in
+        fp16 it can overflow where the weighted product does not. With weights in float8 there is no gradient.
 
     Raises:
         TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.

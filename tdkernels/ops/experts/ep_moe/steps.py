@@ -26,8 +26,8 @@ def receive(
         num_experts=num_experts, quantize=quantize, max_tokens=max_tokens, max_tokens_per_rank=max_tokens_per_rank,
         group=group, config=config,
     )
-    # The combine applies the routing weights and has their gradient. The dispatch sends detached weights, so its
-    # backward sends no gradient for them.
+    # The combine applies the routing weights, and ``experts_and_combine`` computes their gradient. The dispatch sends
+    # detached weights, so its backward sends no gradient for them.
     handle._topk_weights = topk_weights
     return recv, handle
 

@@ -1,4 +1,4 @@
-"""Launch the kernel of the gradients of rows whose product is multiplied by a routing weight."""
+"""Launch the kernel of the gradients of the input of a grouped GEMM whose output rows have routing weights."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Kernel of the gradients of rows whose product with the weight of their expert is multiplied by a routing weight."""
+"""Kernel of the gradients of the input of a grouped GEMM whose output rows are multiplied by routing weights."""
 
 import triton.language as tl
 
@@ -12,11 +12,11 @@ def weighted_gradients_kernel(
     dy_ptr, inner_ptr, splits_ptr, choices_ptr, weights_ptr, dinner_ptr, weighted_ptr, dweights_ptr, R, N, num_experts,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of rows h whose product is weighted. Of n programs each one takes every n-th row.
+    """Compute the gradients of rows h. Of n programs each one takes every n-th row.
 
     dy_ptr: [R, N], gradients of rows h before the routing weights are applied
     inner_ptr: h [R, N], or with an activation its input [R, 2 * N], from which h is computed again
-    choices_ptr: int32 [R], the assignment of each row, or None if the assignments are the rows
+    choices_ptr: int32 [R], the assignment of each row, or None if each row has a weight of its own
     weights_ptr: fp32, the routing weight of each assignment
     dinner_ptr: the gradient of ``inner_ptr``, in its shape
     weighted_ptr: [R, N], h times the routing weight of its row

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
@@ -223,19 +224,29 @@ def computes_only_required_gradients():
         assert not layer.call().requires_grad
 
 
-def saves_neither_h_nor_outputs():
-    """Of the tensors of rows, only the received rows and the input of SwiGLU are saved."""
-    layer, saved = Layer(UNEVEN, 2, 2, 40, 24, FP32, seed=9), []
+def saves_only_what_gradients_need():
+    """Of the tensors of rows, only the received rows [R, 40] and the input of SwiGLU [R, 48] or h [R, 24] are saved."""
+    layer = Layer(UNEVEN, 2, 2, 40, 24, FP32, seed=9)
+    for wanted, widths in (
+        (NAMES, [40, 48]), (("w_gate_up",), [40, 48]), (("x", "w_down"), [48]), (("topk_weights", "w_down"), [24]),
+    ):
+        saved = []
+
+        def pack(tensor, saved=saved):
+            if tensor.is_floating_point() and tensor.ndim == 2:
+                saved.append(tensor.shape[1])
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = layer.run(wanted=wanted)
+        assert sorted(saved) == widths, (wanted, saved)
+        layer.check(results)
+
+
+def recomputes_in_a_checkpoint():
+    layer = Layer(UNEVEN, 2, 2, 40, 24, FP32, seed=10)
     layer.own = {name: operand.detach().requires_grad_() for name, operand in layer.own.items()}
-
-    def pack(tensor):
-        if tensor.is_floating_point() and tensor.ndim == 2:
-            saved.append(tensor.shape[1])
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer.call()
-    assert sorted(saved) == [40, 48], saved
+    y = checkpoint(layer.call, use_reentrant=False)
     y.backward(layer.all_dy[layer.case.mine].to(device()))
     layer.check({"y": y.detach(), **{f"d{name}": layer.own[name].grad for name in NAMES}})
 

@@ -99,7 +99,11 @@ def test_only_required_gradients():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_saved_tensors(world_size):
-    on_ranks(world_size, cases.saves_neither_h_nor_outputs)
+    on_ranks(world_size, cases.saves_only_what_gradients_need)
+
+
+def test_checkpoint():
+    on_ranks(2, cases.recomputes_in_a_checkpoint)
 
 
 @each_config
