@@ -21,7 +21,10 @@ def has_cache_policy(semantic: Any) -> bool:
 
 
 def _load_options(semantic):
-    """Return a function: options of ``semantic.load`` -> those of the builder's method; None if Triton's must run."""
+    """Return a function that converts options of ``semantic.load`` to those of the builder's method.
+
+    It returns None if Triton's own ``load`` must run.
+    """
     if has_cache_policy(semantic):
         return lambda cache_policy, is_volatile: (cache_policy._to_ir(semantic.builder), is_volatile)
 
@@ -35,7 +38,7 @@ def _load_options(semantic):
 
 
 def _store_options(semantic):
-    """Return the same for ``semantic.store``."""
+    """Return a function that converts options of ``semantic.store``, as ``_load_options`` does."""
     if has_cache_policy(semantic):
         return lambda cache_policy: (cache_policy._to_ir(semantic.builder),)
 

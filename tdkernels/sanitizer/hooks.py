@@ -118,10 +118,9 @@ def _item_bytes(ptrs):
 
 
 def _load(original):
-    def create_masked_load(self, ptrs, mask, other, *hints, is_volatile=None, **named_hints):
-        if is_volatile is None:
-            *hints, is_volatile = hints
-        result = original(self, ptrs, mask, other, *hints, is_volatile=is_volatile, **named_hints)
+    def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
+        result = original(self, ptrs, mask, other, *hints, **named_hints)
+        is_volatile = named_hints["is_volatile"] if named_hints else hints[-1]
         # A volatile load polls a word that other programs change. Like a relaxed atomic it cannot be part of a race.
         if not is_volatile:
             addresses = _masked(ptrs, mask)

@@ -19,6 +19,8 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
 
+_PROGRAMS_PER_SM = 8  # of kernels that process rows
+
 
 def weight_descriptor(
     w: torch.Tensor, planes: int, n: int, stride_plane: int, stride_w: int, is_kn: bool, tiles: Tiles,
@@ -283,8 +285,20 @@ def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
 def _swiglu_launch(h, splits, activation):
     """Return (grid, sizes, constants) of the kernel of SwiGLU with output h [R, I], or of its gradient."""
     (rows, width), experts = h.shape, splits.shape[0]
+    grid, constants = launch_by_rows(rows, width, splits)
+    return grid, (rows, width, experts), {**constants, "ACTIVATION": NUMBERS[activation], "num_warps": 4}
+
+
+def launch_by_rows(
+    rows: int, width: int, splits: torch.Tensor, most_columns: int = 1024,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Return (grid, constants) of a kernel in which each of n programs takes every n-th row.
+
+    A program processes a row in blocks of at most ``most_columns`` columns. It has one warp for 256 columns of a block,
+    at most four.
+    """
+    block = min(next_power_of_2(width), most_columns)
     constants = {
-        "EXPERTS": next_power_of_2(experts), "ACTIVATION": NUMBERS[activation],
-        "BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4,
+        "EXPERTS": next_power_of_2(splits.shape[0]), "BLOCK": block, "num_warps": min(max(block // 256, 1), 4),
     }
-    return (min(rows, 8 * gpu.num_sms(splits.device)),), (rows, width, experts), constants
+    return (min(rows, _PROGRAMS_PER_SM * gpu.num_sms(splits.device)),), constants

@@ -2,14 +2,10 @@
 
 import torch
 
+from tdkernels.ops.experts.grouped_gemm.launch import launch_by_rows
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
 from tdkernels.ops.experts.grouped_gemm.weighted_rows import weighted_gradients_kernel
-from tdkernels.rounding import next_power_of_2
-from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
-
-_MOST_COLUMNS = 1024  # of a block: eight elements per thread
-_PROGRAMS_PER_SM = 8
 
 
 def weighted_gradients(
@@ -45,12 +41,8 @@ def _prepare(dy, inner, splits, choices, weights, activation):
         output_spec(inner, *inner.shape), output_spec(dy, rows, width),
         output_spec(weights, *weights.shape, zeros=True),  # dropped assignments have no row
     ]
-    block = min(next_power_of_2(width), _MOST_COLUMNS)
-    constants = {
-        "ACTIVATION": NUMBERS[activation], "EXPERTS": next_power_of_2(splits.shape[0]), "BLOCK": block,
-        "num_warps": min(max(block // 256, 1), 4),
-    }
+    grid, constants = launch_by_rows(rows, width, splits)
+    constants["ACTIVATION"] = NUMBERS[activation]
     args = *operands, *outputs, rows, width, splits.shape[0]
-    grid = (min(rows, _PROGRAMS_PER_SM * gpu.num_sms(dy.device)),)
     workspace = local_workspace_of(dy.device)
     return Launch(workspace, weighted_gradients_kernel, grid, args, constants, operands, outputs, [])

@@ -53,9 +53,7 @@ class Launched:
     rows: torch.Tensor | None = None
 
 
-def _arguments(
-    ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, scales=None
-):
+def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, scales=None):
     """Return (arguments of the kernel, its constants).
 
     ``routed`` is (rows, choices, table and begins of the tiling), ``made`` is Launched.
@@ -89,8 +87,7 @@ def _output_specs(x, w, rows, activation, keep, scales):
 
 
 def compile(
-    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
-    activation: str | None = None,
+    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any, activation: str | None = None,
 ) -> None:
     """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tdkernels.ops.experts.grouped_gemm.launch import launch_by_rows
 from tdkernels.ops.experts.tp_moe.kernel_rows import moe_rows_kernel
-from tdkernels.rounding import next_power_of_2
-from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, WithinCall, launch_cached, output_spec
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 _MOST_COLUMNS = 4096  # of a block: four vectors of 16 bytes per thread
-_PROGRAMS_PER_SM = 8
 
 
 def rows_of_workspace(x: torch.Tensor, routing: "MoeRouting", workspace: "Workspace") -> torch.Tensor:
@@ -24,22 +22,16 @@ def rows_of_workspace(x: torch.Tensor, routing: "MoeRouting", workspace: "Worksp
     t. It begins only after this rank has begun call t + 1.
     """
     order, operands = WithinCall(workspace), (x, routing.choices, routing.splits)
-    rows = launch_cached(
-        order, ("moe rows", routing.sizes), operands, lambda *of: _prepare_rows(order, routing, of)
-    )[0]
+    rows = launch_cached(order, ("moe rows", routing.sizes), operands, lambda *of: _prepare(order, routing, of))[0]
     workspace.extend_launch()
     return rows
 
 
-def _prepare_rows(workspace, routing, operands):
+def _prepare(workspace, routing, operands):
     x, choices, splits = operands
     rows, (tokens, width) = choices.shape[0], x.shape
     out = output_spec(x, rows, width)
     args = workspace.ctx, *operands, out, tokens, rows, width, routing.slot_rows, splits.shape[0]
-    block = min(next_power_of_2(width), _MOST_COLUMNS)
-    constants = {
-        "CHOICES": routing.num_choices, "ALIGNED": width * x.element_size() % 16 == 0,
-        "EXPERTS": next_power_of_2(splits.shape[0]), "BLOCK": block, "num_warps": min(max(block // 256, 1), 4),
-    }
-    grid = (min(rows, _PROGRAMS_PER_SM * gpu.num_sms(x.device)),)
+    grid, constants = launch_by_rows(rows, width, splits, _MOST_COLUMNS)
+    constants |= {"CHOICES": routing.num_choices, "ALIGNED": width * x.element_size() % 16 == 0}
     return Launch(workspace, moe_rows_kernel, grid, args, constants, operands, [out], [workspace.ctx])

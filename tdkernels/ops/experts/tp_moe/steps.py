@@ -287,13 +287,12 @@ def product_of_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (product [R, N] of the gradients of rows with the weights of their experts, gradients of rows [R, K]).
 
-    The latter may be None without ``keep_rows``.
-
     The gradient of a row is that of its token, without the routing weight.
 
     Args:
         dy: Gradients [M / W, K] of this rank's tokens.
         back: The transposed weight [E, N, K] of the down stage.
+        keep_rows: Whether the gradients of rows are needed. Without it they may be None.
     """
     if _is_torch(config):
         rows = _all_rows(dy, routing)
@@ -314,9 +313,7 @@ def layer_backward(
         inner: As for ``down_backward``.
     """
     need_dx, need_dtopk, need_dgate_up, need_ddown = needs
-    dpre, ddown, dtopk = down_backward(
-        dy, inner, w_down, weights, routing, activation, config, need_ddown, need_dtopk
-    )
+    dpre, ddown, dtopk = down_backward(dy, inner, w_down, weights, routing, activation, config, need_ddown, need_dtopk)
     dx, dgate_up = gate_up_backward(dpre, x, w_gate_up, routing, config, need_dx, need_dgate_up)
     return dx, dtopk, dgate_up, ddown
 

@@ -169,7 +169,7 @@ def saves_nothing_without_grad():
         layer.check({"y": y})
 
 
-def saves_half_of_the_intermediate_results():
+def saves_only_what_gradients_need():
     """The input of SwiGLU is saved, or h if the gate-up stage needs no gradient or has no activation."""
     rows, hidden = dist.get_world_size() * SMALL["tokens"] * SMALL["k"], SMALL["hidden"]
     for activation, wanted, expected in (
@@ -262,7 +262,7 @@ def compiles_with_graph_breaks():
 
 
 AUTOGRAD = [
-    computes_only_required_gradients, saves_nothing_without_grad, saves_half_of_the_intermediate_results,
+    computes_only_required_gradients, saves_nothing_without_grad, saves_only_what_gradients_need,
     goes_backward_twice, uses_an_output_twice,
     takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
     compiles_with_graph_breaks,
