@@ -14,6 +14,7 @@ from tests.ops.dense import specialized_support
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.ops.experts.tp_moe.fp8_cases import Fp8Slices
 from tests.ops.experts.tp_moe.oracle import Sliced
+from tests.support.moe_oracle import NAMES
 from tests.support.ranks import device
 
 CONFIG = MoeTpConfig(tiles=Tiles(128, 256, 64), num_comm_sms=5, warp_specialize=True)
@@ -30,7 +31,8 @@ def portable(config):
 def specialized(expected=True, ranks=None):
     """Check whether the first launch in a ``with`` block can use the warp-specialized kernel.
 
-    Cached launches are cleared first. Gradients may need another kernel if K is not a multiple of 64.
+    Cached launches are cleared first. The block receives a list with an element for each new launch: whether it can use
+    that kernel. Gradients may need another one, see ``_supported``.
     ``ranks``: the ranks that may run the warp-specialized kernels, or None for all
     """
     specialized_support.forget_launches(*WORKSPACES)
@@ -41,16 +43,22 @@ def specialized(expected=True, ranks=None):
             return found[-1] and (ranks is None or dist.get_rank() in ranks)
 
         patch.setattr(launch_specialized, "supports", supports)
-        yield
+        yield found
     assert found and found[0] == expected, found
+
+
+def _supported(layer):
+    """Return whether the warp-specialized kernels support the products with dy and with the gradient of h."""
+    return [layer.own[name].shape[1] % 64 == 0 for name in ("w_down", "w_gate_up")]
 
 
 def computes(spec, stages):
     """Check forward and all gradients against the unsharded layer."""
     for chunk_rows in (16, 256):
         layer = Sliced(**spec)
-        with specialized(), poisoned_outputs():
+        with specialized() as found, poisoned_outputs():
             results = layer.run(config=replace(CONFIG, stages=stages, chunk_rows=chunk_rows))
+        assert found == [True, True, *_supported(layer)], found
         layer.check(results)
 
 
@@ -78,8 +86,9 @@ def has_the_bits_of_the_portable_kernels(spec, stages, repeats=3):
         for chunk_rows in (32, 128):
             layer = Sliced(**spec | {"seed": 10 * seed + chunk_rows})
             config = replace(CONFIG, stages=stages, chunk_rows=chunk_rows)
-            with specialized(), poisoned_outputs():
+            with specialized() as launches, poisoned_outputs():
                 found = [_run_both_kernels(layer, config) for _ in range(3)]
+            assert launches == [True, True, *reversed(_supported(layer))], launches
             expected = _run_both_kernels(layer, portable(config))
             for results in found:
                 for name, result, other in zip(RESULTS, results, expected, strict=True):
@@ -130,6 +139,27 @@ def replays_in_a_graph(spec):
         call(CONFIG)
     call(portable(CONFIG))
     specialized_support.replays_in_a_graph(renew, lambda: call(CONFIG), lambda: call(portable(CONFIG)))
+
+
+def replays_a_step_in_a_graph(spec):
+    """Check replays of a CUDA graph of forward and backward with new tokens, ids and gradients."""
+    layer = Sliced(**spec, ids="distinct")
+    layer.require()
+    assert all(_supported(layer))
+
+    def step(config):
+        y = layer.call(config=config)
+        return y.detach(), *torch.autograd.grad(y, [layer.own[name] for name in NAMES], layer.dy)
+
+    def renew():
+        layer.own["x"].detach().normal_()
+        layer.dy.normal_()
+        layer.ids.copy_(layer.ids.roll(1, 0))
+
+    with specialized():
+        step(CONFIG)
+    step(portable(CONFIG))
+    specialized_support.replays_in_a_graph(renew, lambda: step(CONFIG), lambda: step(portable(CONFIG)))
 
 
 def selects_kernels(spec, config, expected):

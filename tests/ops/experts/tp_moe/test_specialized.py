@@ -75,6 +75,13 @@ def test_graph():
 
 
 @on_hopper
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graph_of_forward_and_backward(world_size):
+    spec = dict(tokens=333, k=2, experts=5, width=576, hidden=192)
+    on_ranks(world_size, specialized.replays_a_step_in_a_graph, spec)
+
+
+@on_hopper
 @pytest.mark.parametrize("config, expected", [
     (None, True), (MoeTpConfig(warp_specialize=True), True), (MoeTpConfig(), False),
 ])
