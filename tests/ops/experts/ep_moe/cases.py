@@ -17,6 +17,7 @@ from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of
 from tests.ops.experts.dispatch.low_latency_cases import record_launches
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
 from tests.ops.experts.dispatch.torch_backend_cases import without_symmetric_memory
+from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support import moe_oracle
 from tests.support.dense_oracle import assert_close
 from tests.support.moe_oracle import NAMES
@@ -76,8 +77,9 @@ class Layer:
     def run(self, wanted=NAMES, **options):
         """Run forward and backward; return y and the gradients of the wanted operands, by name."""
         self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
-        y = self.call(**options)
-        y.backward(self.all_dy[self.case.mine].to(device()))
+        with poisoned_outputs():
+            y = self.call(**options)
+            y.backward(self.all_dy[self.case.mine].to(device()))
         return {"y": y.detach(), **{f"d{name}": self.own[name].grad for name in wanted}}
 
     def check(self, results):
