@@ -1,11 +1,11 @@
 """Config of group_gemm, and the heuristic that selects a config without tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tdkernels.ops.common.specialized.launch import suits
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
+from tdkernels.ops.common.tile_config import LARGE, Tiles, default_tiles, invariant_tiles
 from tdkernels.runtime import gpu
 
 
@@ -58,10 +58,28 @@ def default_config(
 ) -> GroupGemmConfig:
     """Return the heuristic config for ``rows`` rows in all, ``groups`` groups and weights [n, k].
 
+    It is warp-specialized also for groups of a few rows. Their time is that of reading the weights, and the tiles of
+    that kernel read each weight once.
+
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
     each = rows // groups
-    tiles = default_tiles(each, n, dtype, device)
     # With fewer tiles, the launch that sets the work queue to zero may cost more than is gained; not measured.
-    has_waves = device.type == "cuda" and groups * tiles.count(each, n) > gpu.num_sms(device)
-    return GroupGemmConfig(tiles=tiles, warp_specialize=has_waves and suits(tiles, n, k, dtype, device, layout))
+    has_waves = device.type == "cuda" and groups * LARGE.count(each, n) > gpu.num_sms(device)
+    if has_waves and n > LARGE.block_n // 2 and suits(LARGE, n, k, dtype, device, layout):
+        return GroupGemmConfig(tiles=LARGE, warp_specialize=True)
+    return GroupGemmConfig(tiles=default_tiles(each, n, dtype, device))
+
+
+def completed(
+    config: GroupGemmConfig | None, rows: int, n: int, k: int, groups: int, dtype: torch.dtype, device: torch.device,
+    layout: str | None = None,
+) -> GroupGemmConfig:
+    """Return the config with tiles, or ``default_config`` if it is None. The other arguments are as there."""
+    if config is not None and config.tiles is not None:
+        return config
+    default = default_config(rows, n, k, groups, dtype, device, layout)
+    if config is None:
+        return default
+    portable = default.warp_specialize and not config.warp_specialize
+    return replace(config, tiles=default_tiles(rows // groups, n, dtype, device) if portable else default.tiles)

@@ -11,7 +11,6 @@ up to a power of two. The layout of a problem says what is computed:
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,17 +86,18 @@ class GroupGemmTunable(ConfigTunable):
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
-        if problem.layout == DW:
-            rows, n, k, experts = problem.shape
-            return launch_weights.completed(config, rows, n, k, experts, problem.torch_dtype, device)
-        return replace(config, tiles=self.default(problem, device).tiles)
+        rows, n, k, experts = problem.shape
+        completed = launch_weights.completed if problem.layout == DW else grouped_gemm_config.completed
+        return completed(config, rows, n, k, experts, problem.torch_dtype, device)
 
     def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
             return launch_weights.default_config(rows, n, k, experts, problem.torch_dtype, device)
         config = grouped_gemm_config.default_config(rows, n, k, experts, problem.torch_dtype, device)
-        return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
+        if not config.warp_specialize or self._can_specialize(problem, device):
+            return config
+        return grouped_gemm_config.completed(GroupGemmConfig(), rows, n, k, experts, problem.torch_dtype, device)
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernel supports a problem with ``warp_specialize``."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.ops.common.tile_config import Tiles, invariant_tiles
+from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
 from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
@@ -86,7 +86,9 @@ def default_config(
         k: Columns of an expert's weight on this rank.
         layout: The layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device, layout)
+    tiles = default_tiles(tokens * choices // experts, n, dtype, device)
     if device.type == "cpu":
-        return MoeTpConfig(tiles=product.tiles, num_comm_sms=2, chunk_rows=16)
-    return MoeTpConfig(tiles=product.tiles, warp_specialize=product.warp_specialize)
+        return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)
+    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device, layout)
+    # Specialization was not measured with few rows for each expert, which have smaller tiles.
+    return MoeTpConfig(tiles=tiles, warp_specialize=product.warp_specialize and tiles == product.tiles)

@@ -1,5 +1,7 @@
 """The warp-specialized kernel of group_gemm, on Hopper; its config on other devices."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tdkernels import GroupGemmConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.config import default_config
 from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
@@ -95,11 +98,26 @@ def fake_hopper(monkeypatch):
 @pytest.mark.parametrize("rows, n, k, groups, dtype, specialized", [
     (32768, 3072, 4096, 128, BF16, True), (32768, 3072, 4096, 128, FP32, False), (4096, 3584, 4096, 8, FP16, True),
     (2048, 2048, 1024, 16, BF16, False), (2304, 2048, 1024, 16, BF16, True),  # 128 and 256 tiles
-    (8192, 3072, 4096, 128, BF16, False), (32768, 3080, 4096, 128, BF16, False),  # 64 rows a group; N % 16 > 0
+    (8192, 3072, 4096, 128, BF16, True), (128, 3072, 4096, 128, BF16, True),  # 64 rows and 1 row of a group
+    (127, 3072, 4096, 128, BF16, False), (64, 3072, 4096, 4, BF16, False),  # no row; 48 tiles
+    (8192, 128, 4096, 256, BF16, False), (32768, 3080, 4096, 128, BF16, False),  # narrow; N % 16 > 0
 ])
 def test_default_config(fake_hopper, rows, n, k, groups, dtype, specialized):
     config = default_config(rows, n, k, groups, dtype, fake_hopper)
     assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+
+
+@pytest.mark.parametrize("config, is_supported, specialized", [
+    (None, True, True), (GroupGemmConfig(warp_specialize=True), True, True), (GroupGemmConfig(), True, False),
+    (None, False, False), (GroupGemmConfig(warp_specialize=True), False, False),
+])
+def test_tiles_for_few_rows(fake_hopper, monkeypatch, config, is_supported, specialized):
+    """The portable kernel gets smaller tiles than the specialized one, also if that does not support the operands."""
+    monkeypatch.setattr(launch, "memory_layout", lambda *_: None)
+    monkeypatch.setattr(launch, "_specializes", lambda *_: is_supported)
+    x, w = SimpleNamespace(shape=(512, 2048), dtype=BF16, device=fake_hopper), SimpleNamespace(shape=(32, 3072, 2048))
+    found = launch.config_for(x, w, config)
+    assert found.warp_specialize == specialized and found.tiles.block_m == (128 if specialized else 64)
 
 
 @pytest.mark.parametrize("layout, k, specialized", [
@@ -115,3 +133,13 @@ def test_candidates_of_the_tuner(fake_hopper, monkeypatch, layout, k, specialize
     assert any(config.warp_specialize for config in tuned.space(problem, fake_hopper)) == specialized
     for flag in (False, True):
         assert tuned.completed(GroupGemmConfig(warp_specialize=flag), problem, fake_hopper).warp_specialize == flag
+
+
+@pytest.mark.parametrize("layout, specialized", [("none", True), ("swiglu", True), ("swiglu_interleaved", False)])
+def test_tiles_of_the_tuner_for_few_rows(fake_hopper, monkeypatch, layout, specialized):
+    monkeypatch.setattr(gpu, "has_tma", lambda device: True)
+    problem = Problem("group_gemm", "NVIDIA Testing", 1, 1, "bfloat16", layout, (512, 3072, 2048, 32))
+    default = tunable("group_gemm").default(problem, fake_hopper)
+    portable = tunable("group_gemm").completed(GroupGemmConfig(), problem, fake_hopper)
+    assert default.warp_specialize == specialized and default.tiles.block_m == (128 if specialized else 64)
+    assert not portable.warp_specialize and portable.tiles.block_m == 64
