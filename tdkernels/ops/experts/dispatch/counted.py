@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 _FEWEST_SLOTS = 64
+_FEWEST_SPARE_ROWS = 16
 
 
 class Reach(NamedTuple):
@@ -113,6 +114,15 @@ class CountedRouting(Routing):
     def for_operator(self, operator: str, config: "EpConfig") -> "CountedRouting":
         """Return this routing for use in another operator, with that operator's config."""
         return replace(self, shape=self.shape._replace(operator=operator), config=config)
+
+    def add_spare_rows(self) -> None:
+        """Round up the number of rows, if it is exact. Call it before the first dispatch.
+
+        Kernels do not process spare rows, and launches are cached by the number of rows, which otherwise differs from
+        call to call. No more than 1/32 of the rows are spare, or 15.
+        """
+        if self.shape.max_tokens is None:
+            self.rows = round_up(self.rows, max(next_power_of_2(self.rows) // 64, _FEWEST_SPARE_ROWS))
 
     # Used by ``launch``:
 

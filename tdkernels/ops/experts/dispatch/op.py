@@ -31,7 +31,7 @@ from tdkernels.ops.common.config import check_config
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.route import plan_route, refuse_too_many, route
-from tdkernels.ops.experts.dispatch.token_buckets import choose_config
+from tdkernels.ops.experts.dispatch.token_buckets import choose_config, problem_tokens
 from tdkernels.ops.experts.dispatch.validation import (
     check_again,
     check_combine,
@@ -373,8 +373,9 @@ def checked_combine(
     routing, group = handle._routing, resolve_group(group)
     if group is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
-    # The properties of a routing that decide how a combine runs.
-    of_routing = routing.shape, routing.rows, routing.staged, routing.config, routing.config_is_given, routing.method
+    # The properties of a routing that decide how a combine runs. The number of staged tokens differs from call to call.
+    tokens = problem_tokens(routing.shape, routing.staged)
+    of_routing = routing.shape, routing.rows, tokens, routing.config, routing.config_is_given, routing.method
     settings = *of_routing, routing.splits.device, config, get_mode()
     known, key = call_cache.lookup("ep_combine", group, (expert_out, topk_weights), settings)
     if known is None:

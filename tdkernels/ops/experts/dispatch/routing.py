@@ -57,6 +57,9 @@ class Routing(abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def add_spare_rows(self) -> None:  # noqa: B027
+        """Let dispatches return more rows than arrive, if that saves the host time; see ``CountedRouting``."""
+
     def dismiss_error(self) -> None:  # noqa: B027
         """Ignore the error code of this rank, which its own kernel reports, too: the rank raises an error at once.
 

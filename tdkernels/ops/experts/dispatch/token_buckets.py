@@ -53,7 +53,7 @@ def choose_config(
         quantized: Whether rows are sent as float8_e4m3fn with scales.
     """
     experts, choices = shape.num_experts, shape.choices
-    tokens, width, layout = _tokens_of(shape, staged), x.shape[1], _layout_of(operator, shape)
+    tokens, width, layout = problem_tokens(shape, staged), x.shape[1], _layout_of(operator, shape)
     # No table exists for 1-byte dtypes. ep_dispatch uses the "_fp8" layout, others use bf16 with half the width.
     are_codes = x.dtype.itemsize == 1
 
@@ -79,7 +79,8 @@ def _layout_of(operator, shape):
     return "bounded" if operator != "ep_combine" and shape.max_tokens_per_rank is not None else "static"
 
 
-def _tokens_of(shape, staged):
+def problem_tokens(shape: "RoutingShape", staged: int) -> int:
+    """Return the number of tokens of the tuning problem of a routing. ``staged``: as for ``choose_config``"""
     if shape.max_tokens_per_rank is not None:
         return bucket(shape.world_size * shape.max_tokens_per_rank)
     return tokens_of(staged, shape.max_tokens, shape.world_size, shape.num_experts, shape.choices)
@@ -109,6 +110,8 @@ def tokens_of(staged: int, max_tokens: int | None, world_size: int, num_experts:
     """Estimate the tokens of all ranks, as a power of two. The result is the same on all ranks."""
     if max_tokens is not None:
         return bucket(max(max_tokens // sure_capacity(1, world_size, num_experts, choices), 1))
+    if world_size == 1:  # it stages nothing
+        return 1
     each = (world_size - 1) * crossing_share(world_size, num_experts, choices) / world_size
     return 1 << max(math.ceil(math.log2(max(staged, 1) / each) - _IMBALANCE), 0)
 

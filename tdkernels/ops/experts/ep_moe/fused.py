@@ -172,6 +172,7 @@ def _run(request, topk_weights, w_gate_up, w_down, activation, config, counted=N
     if counted is None:
         counted = count(RoutePlan(request.shape, ep, config_is_given=True, per_choice=True), request)
     routing = counted.for_operator("ep_moe", ep)
+    routing.add_spare_rows()
     operands = request.x, topk_weights, w_gate_up, w_down
     keep = autograd.may_be_differentiated(operands)
     return _EpMoe.apply(*operands, activation, config, routing, keep), routing

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from tdkernels.ops.experts.dispatch.op import ep_dispatch
+from tdkernels.ops.experts.dispatch.op import EpHandle, ep_dispatch, handle_of
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product
 from tdkernels.ops.quantize.op import dequantize_rows
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tdkernels.ops.experts.dispatch.config import EpConfig
-    from tdkernels.ops.experts.dispatch.op import EpHandle, EpTokens
+    from tdkernels.ops.experts.dispatch.op import EpTokens
     from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
 
@@ -20,9 +21,18 @@ def receive(
     quantize: str | None, max_tokens: int | None, max_tokens_per_rank: int | None, group: "dist.ProcessGroup",
     config: "EpConfig | None",
 ) -> "tuple[EpTokens, EpHandle]":
-    """Dispatch tokens, and return (rows of this rank's experts, handle). Arguments are those of ``ep_dispatch``."""
+    """Dispatch tokens, and return (rows of this rank's experts, handle). Arguments are those of ``ep_dispatch``.
+
+    If the host waits for the number of rows, there may be some more of them, which belong to no expert.
+    """
+    weights, bounds = topk_weights.detach(), (max_tokens, max_tokens_per_rank)
+    if bounds == (None, None):
+        if not isinstance(topk_ids, EpHandle):
+            request = DispatchRequest("ep_dispatch", group, x, topk_ids, num_experts, config, quantize)
+            topk_ids = handle_of(request, weights, None)
+        topk_ids._routing.add_spare_rows()
     recv, handle = ep_dispatch(
-        x, topk_ids, topk_weights.detach(),  # type: ignore[arg-type]
+        x, topk_ids, weights,  # type: ignore[arg-type]
         num_experts=num_experts, quantize=quantize, max_tokens=max_tokens, max_tokens_per_rank=max_tokens_per_rank,
         group=group, config=config,
     )

@@ -13,6 +13,7 @@ from tdkernels.ops.common.scaling import dequantize
 from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
+from tdkernels.runtime import call_cache, kernel_launch
 from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of
 from tests.ops.experts.dispatch.low_latency_cases import record_launches
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
@@ -124,6 +125,28 @@ def reuses_workspaces(config):
     for seed in range(3):
         layer = Layer(UNEVEN[seed:] + UNEVEN[:seed], 2, 2, 16, 8, seed=seed)
         layer.check(layer.run(config=CONFIGS[config]))
+
+
+def launches_for_any_number_of_rows(config):
+    """Once calls with similar routings were made, others find their launches and the results of checks in caches."""
+    rows = set()
+
+    def call(seed):
+        layer = Layer(60, 2, 2, 16, 8, seed=seed, ids="distinct")
+        rows.add(layer.case.num_rows)
+        layer.run(config=CONFIGS[config])
+
+    for seed in range(12):
+        call(seed)
+    made = []
+    spy = lambda original: lambda *args: made.append(args) or original(*args)  # noqa: E731
+    with (
+        mock.patch.object(kernel_launch, "_prepared", spy(kernel_launch._prepared)),
+        mock.patch.object(call_cache, "insert", spy(call_cache.insert)),
+    ):
+        for seed in range(12, 20):
+            call(seed)
+    assert len(rows) > 8 and not made, (len(rows), made)
 
 
 def takes_interleaved_weights(config):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tdkernels.ops.experts.dispatch.counted import CountedRouting
+from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
 from tests.ops.experts.ep_moe import cases
 from tests.ops.experts.ep_moe.cases import UNEVEN
@@ -59,6 +61,23 @@ def test_torch_needs_no_symmetric_memory():
 @each_config
 def test_workspace_reuse(config):
     on_ranks(2, cases.reuses_workspaces, config)
+
+
+@pytest.mark.parametrize("config", ["default", "fused"])
+def test_launches_for_any_number_of_rows(config):
+    on_ranks(2, cases.launches_for_any_number_of_rows, config)
+
+
+@pytest.mark.parametrize("rows, expected", [
+    (0, 0), (1, 16), (16, 16), (1000, 1008), (1024, 1024), (1025, 1056), (32768, 32768), (32769, 33792),
+    (60000, 60416),
+])
+@pytest.mark.parametrize("max_tokens", [None, 100_000])
+def test_spare_rows(rows, expected, max_tokens):
+    routing = object.__new__(CountedRouting)
+    routing.shape, routing.rows = RoutingShape("ep_moe", 9, 2, 4, 2, max_tokens), rows
+    routing.add_spare_rows()
+    assert routing.rows == (expected if max_tokens is None else rows)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
