@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 _FEWEST_SLOTS = 64
-_FEWEST_SPARE_ROWS = 16
+_LEAST_MULTIPLE = 16  # to which numbers of rows are rounded up
 
 
 class Reach(NamedTuple):
@@ -118,11 +118,12 @@ class CountedRouting(Routing):
     def add_spare_rows(self) -> None:
         """Round up the number of rows, if it is exact. Call it before the first dispatch.
 
-        Kernels do not process spare rows, and launches are cached by the number of rows, which otherwise differs from
-        call to call. No more than 1/32 of the rows are spare, or 15.
+        Grouped GEMMs and combines ignore spare rows, which belong to no group. Launches are cached by the number of
+        rows, which otherwise differs from call to call. At most 1/32 of the rows are spare, or 15 rows.
         """
+        assert self.received is None, "rows were received already"
         if self.shape.max_tokens is None:
-            self.rows = round_up(self.rows, max(next_power_of_2(self.rows) // 64, _FEWEST_SPARE_ROWS))
+            self.rows = round_up(self.rows, max(next_power_of_2(self.rows) // 64, _LEAST_MULTIPLE))
 
     # Used by ``launch``:
 

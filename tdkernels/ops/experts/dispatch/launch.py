@@ -99,7 +99,8 @@ def prepare_gradient(
 ) -> DispatchTensors:
     """Do the same as ``prepare_dispatch`` for ``Routing.dispatch_gradient``."""
     dy = rows_contiguous(dy)
-    # With max_tokens some rows belong to no token. They contribute to no sum, so their gradients are 0.
+    # With max_tokens some rows belong to no token. They contribute to no sum, so their gradients are 0. Spare rows of
+    # ``ep_moe`` without max_tokens are not read.
     new = dy.new_empty if routing.shape.max_tokens is None else dy.new_zeros
     dots = new(routing.rows, dtype=torch.float32) if want_dots else None
     return DispatchTensors(

@@ -20,7 +20,7 @@ class RoutingShape(NamedTuple):
         choices: k of this rank's topk_ids.
         num_experts: E, the experts of all ranks.
         world_size: W.
-        max_tokens: Number of rows of the output. None: as many as the rank receives.
+        max_tokens: Number of rows of the output. None: as many as the rank receives, and spare rows if there are any.
         max_tokens_per_rank: Upper bound of T on all ranks, or None. ``with_capacity`` then sets max_tokens too.
         by_source: Whether rows are grouped by source rank (all_to_all) instead of by expert.
     """

@@ -81,6 +81,7 @@ class _ExpertsAndCombine(torch.autograd.Function):
     def backward(ctx, dy):
         autograd.reject_second_derivatives("ep_moe")
         drows, dtopk, *dw = backward(dy, *ctx.saved_tensors, *ctx.call, ctx.needs_input_grad[:4])
+        autograd.clear_unwritten_rows(drows, ctx.saved_tensors[2])
         return drows, None if dtopk is None else dtopk.to(ctx.weights_dtype), *dw, *[None] * 4
 
 

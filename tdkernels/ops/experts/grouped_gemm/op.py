@@ -93,7 +93,9 @@ class _GroupGemm(torch.autograd.Function):
         need = ctx.needs_input_grad[:2]
         x, w, splits, pre = ctx.saved_tensors
         gradients = torch.ops.tdkernels.group_gemm_backward(dy, x, w, splits, pre, ctx.activation, *need)
-        return *unpack_gradients(gradients, need), None, None, None
+        dx, dw = unpack_gradients(gradients, need)
+        autograd.clear_unwritten_rows(dx, splits)
+        return dx, dw, None, None, None
 
 
 def group_gemm(

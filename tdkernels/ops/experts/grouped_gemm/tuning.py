@@ -11,6 +11,7 @@ up to a power of two. The layout of a problem says what is computed:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
 from tdkernels.ops.experts.grouped_gemm import dispatch, launch, launch_weights, op
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
+from tdkernels.ops.experts.grouped_gemm.launch_specialized import has_registers
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
 from tdkernels.rounding import cdiv, round_up
 
@@ -87,24 +89,27 @@ class GroupGemmTunable(ConfigTunable):
         if config.method == "torch" or config.tiles is not None:
             return config
         rows, n, k, experts = problem.shape
-        completed = launch_weights.completed if problem.layout == DW else grouped_gemm_config.completed
-        return completed(config, rows, n, k, experts, problem.torch_dtype, device)
+        sizes = rows, n, k, experts, problem.torch_dtype, device
+        if problem.layout == DW:
+            return launch_weights.completed(config, *sizes)
+        specialized = config.warp_specialize and self._can_specialize(problem, device)
+        tiles = grouped_gemm_config.completed(GroupGemmConfig(warp_specialize=specialized), *sizes).tiles
+        return replace(config, tiles=tiles)
 
     def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
             return launch_weights.default_config(rows, n, k, experts, problem.torch_dtype, device)
         config = grouped_gemm_config.default_config(rows, n, k, experts, problem.torch_dtype, device)
-        if not config.warp_specialize or self._can_specialize(problem, device):
-            return config
-        return grouped_gemm_config.completed(GroupGemmConfig(), rows, n, k, experts, problem.torch_dtype, device)
+        can_specialize = not config.warp_specialize or self._can_specialize(problem, device)
+        return config if can_specialize else self.completed(GroupGemmConfig(), problem, device)
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernel supports a problem with ``warp_specialize``."""
-        _, n, k, _ = problem.shape
+        _, n, k, experts = problem.shape
         if problem.layout == "swiglu_interleaved" or problem.layout == KN and k % LARGE.block_k:
             return False
-        return suits(LARGE, n, k, problem.torch_dtype, device)
+        return has_registers(experts, None) and suits(LARGE, n, k, problem.torch_dtype, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         if problem.layout == DW:  # it sums over the rows

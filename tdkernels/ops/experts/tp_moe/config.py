@@ -27,7 +27,7 @@ class MoeTpConfig:
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts. Eight
             times as many programs push then, each with one warp, while the other warps multiply. ``moe_gemm_rs`` does
             not use the stages. Otherwise the same config runs without it. Results are the same. True is the heuristic
-            default for 16-bit and fp8 operands and more tiles than multiprocessors.
+            default for 16-bit and fp8 operands, more than 64 rows for each expert, and more tiles than multiprocessors.
     """
 
     method: str = "fused"

@@ -150,6 +150,7 @@ class _GemmRs(torch.autograd.Function):
         need = ctx.needs_input_grad[:3]
         gradients = down_backward(dy, h, w, weights, ctx.routing, None, ctx.config, *need[1:])
         dh, dw, dweights = (dx if needed else None for dx, needed in zip(gradients, need, strict=True))
+        autograd.clear_unwritten_rows(dh, ctx.routing.splits)
         return dh, dw, None if dweights is None else dweights.to(ctx.weights_dtype), None, None, None
 
 

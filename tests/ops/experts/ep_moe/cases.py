@@ -110,6 +110,9 @@ class Layer:
 def computes(spec, config):
     """Check forward and all gradients, and the forward of the reference."""
     layer = Layer(**spec)
+    with torch.no_grad(), poisoned_outputs():
+        y = layer.call(config=CONFIGS[config])
+    layer.check({"y": y})
     layer.check(layer.run(config=CONFIGS[config]))
     if dist.get_world_size() > 1:
         layer.check({"y": layer.call(tdkernels.ep_moe_ref).detach()})
@@ -128,25 +131,34 @@ def reuses_workspaces(config):
 
 
 def launches_for_any_number_of_rows(config):
-    """Once calls with similar routings were made, others find their launches and the results of checks in caches."""
-    rows = set()
+    """Calls find their launches, and the results of checks, in caches if a call had as many rows with spare ones."""
+    rows, sizes, made, prepared = set(), set(), [], 0
+    add_spare_rows = CountedRouting.add_spare_rows
 
-    def call(seed):
-        layer = Layer(60, 2, 2, 16, 8, seed=seed, ids="distinct")
-        rows.add(layer.case.num_rows)
-        layer.run(config=CONFIGS[config])
+    def record(routing):
+        add_spare_rows(routing)
+        sizes.add((routing.rows, routing.reach, routing.slots))
 
-    for seed in range(12):
-        call(seed)
-    made = []
     spy = lambda original: lambda *args: made.append(args) or original(*args)  # noqa: E731
     with (
         mock.patch.object(kernel_launch, "_prepared", spy(kernel_launch._prepared)),
         mock.patch.object(call_cache, "insert", spy(call_cache.insert)),
+        mock.patch.object(CountedRouting, "add_spare_rows", record),
     ):
-        for seed in range(12, 20):
-            call(seed)
-    assert len(rows) > 8 and not made, (len(rows), made)
+        for seed in range(16):
+            layer, before = Layer(60, 2, 2, 16, 8, seed=seed, ids="distinct"), len(made)
+            rows.add(layer.case.num_rows)
+            layer.run(config=CONFIGS[config])
+            prepared += len(made) > before
+    assert 1 <= prepared <= len(sizes) < len(rows), (prepared, sizes, rows)
+
+
+def can_detect_anomalies(bounds):
+    """Rows that belong to no expert do not let ``torch.autograd.detect_anomaly`` report NaN."""
+    layer = Layer(UNEVEN, 2, 2, 40, 24, FP32, seed=11)
+    with torch.autograd.detect_anomaly():
+        results = layer.run(**bounds)
+    layer.check(results)
 
 
 def takes_interleaved_weights(config):

@@ -14,6 +14,7 @@ from tdkernels.ops.experts.grouped_gemm.fp8_weights import quantized
 from tests.ops.experts.dispatch.cases import quantize_ref, tokens_of
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32, Routed
 from tests.ops.experts.grouped_gemm.scaled_cases import ACCUMULATOR, E4M3, E5M2, dequantized_weights, quantized_weights
+from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support import moe_oracle
 from tests.support.ranks import device
 
@@ -61,9 +62,10 @@ class Fp8Experts:
         (w_gate_up, scale_gate_up), (w_down, scale_down) = self.own["w_gate_up"], self.own["w_down"]
         arguments = {"scale_gate_up": scale_gate_up, "scale_down": scale_down, **options}
         case = self.case
-        return tdkernels.ep_moe(
-            case.x, case.ids, case.weights, w_gate_up, w_down, num_experts=self.experts, **arguments
-        )
+        with poisoned_outputs():
+            return tdkernels.ep_moe(
+                case.x, case.ids, case.weights, w_gate_up, w_down, num_experts=self.experts, **arguments
+            )
 
     def call_steps(self, quantize):
         """Compute y by the operators that ep_moe is made of."""

@@ -75,7 +75,7 @@ def test_launches_for_any_number_of_rows(config):
 @pytest.mark.parametrize("max_tokens", [None, 100_000])
 def test_spare_rows(rows, expected, max_tokens):
     routing = object.__new__(CountedRouting)
-    routing.shape, routing.rows = RoutingShape("ep_moe", 9, 2, 4, 2, max_tokens), rows
+    routing.shape, routing.rows, routing.received = RoutingShape("ep_moe", 9, 2, 4, 2, max_tokens), rows, None
     routing.add_spare_rows()
     assert routing.rows == (expected if max_tokens is None else rows)
 
@@ -110,6 +110,11 @@ def test_capacity(config):
 @pytest.mark.parametrize("world_size, width", [(1, 128), (2, 200)])
 def test_quantized(world_size, width):
     on_ranks(world_size, cases.quantizes_tokens, width)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_tokens_per_rank": max(UNEVEN)}], ids=["exact", "bounded"])
+def test_anomaly_detection(bounds):
+    on_ranks(2, cases.can_detect_anomalies, bounds)
 
 
 def test_only_required_gradients():

@@ -19,6 +19,7 @@ from tdkernels.ops.experts.grouped_gemm.layout import weight_layout
 from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
 from tests.ops.dense import cases as dense
 from tests.ops.experts.grouped_gemm.oracle import Grouped, counts_within
+from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.dense_oracle import assert_close
 from tests.support.ranks import DEVICE, device, on_ranks
 
@@ -130,12 +131,8 @@ def test_swiglu_of_wide_rows(activation):
 def leaves_other_rows_untouched(activation, config):
     """Rows that belong to no group stay NaN in the outputs; reading NaN from unwritten memory would be visible, too."""
     problem = Grouped(BF16, [5, 0, 11], 24, 20, activation, spare=40)
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors
-    try:
+    with poisoned_outputs():
         results = problem.run(config=config)
-    finally:
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     problem.check(results)
     for name in ("output", "dx"):
         assert results[name][problem.used :].isnan().all(), f"{name} has rows that belong to no group"
@@ -330,6 +327,16 @@ def goes_backward_twice():
     problem.check({name: gradient / 2 for name, gradient in problem.gradients().items()})
 
 
+def can_detect_anomalies():
+    """Rows that belong to no group do not let ``torch.autograd.detect_anomaly`` report NaN."""
+    for activation in (None, "swiglu"):
+        problem = Grouped(FP32, [6, 0, 5], 10, 13, activation, spare=20)
+        with poisoned_outputs(), torch.autograd.detect_anomaly():
+            results = problem.run()
+        problem.check(results)
+        assert not results["dx"][problem.used :].any()
+
+
 def takes_an_expanded_gradient():
     """``output.sum().backward()`` passes a gradient with strides of zero."""
     problem = Grouped(FP32, [6, 5], 10, 13, exact=True)
@@ -380,8 +387,8 @@ def rejects_forward_mode():
     "what",
     [
         computes_only_required_gradients, computes_without_grad, uses_an_output_twice, goes_backward_twice,
-        takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
-        rejects_forward_mode,
+        takes_an_expanded_gradient, can_detect_anomalies, recomputes_in_a_checkpoint, follows_autocast,
+        rejects_second_derivatives, rejects_forward_mode,
     ],
     ids=lambda f: f.__name__,
 )

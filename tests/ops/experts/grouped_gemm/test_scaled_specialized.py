@@ -74,18 +74,21 @@ def test_default(scaling, options, specialized):
 @pytest.mark.parametrize("is_supported", [True, False])
 @pytest.mark.parametrize("config", [None, GroupGemmConfig(warp_specialize=True), GroupGemmConfig()], ids=str)
 @pytest.mark.parametrize("kind, fast", [("row", True), ("row", False), ("block", False)])
-def test_config_without_tiles(monkeypatch, kind, fast, config, is_supported):
+@pytest.mark.parametrize("rows", [8192, 2048], ids=["many rows", "few rows"])
+def test_config_without_tiles(monkeypatch, rows, kind, fast, config, is_supported):
     """The tile of the warp-specialized kernel is selected only if that kernel runs."""
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(launch, "_specializes", lambda *_: is_supported)
     monkeypatch.setattr(launch, "memory_layout", lambda w, activation: None)
-    x = SimpleNamespace(shape=(8192, 512), dtype=E4M3, device=torch.device("cuda", 0))
+    experts = 8 if rows == 8192 else 64
+    x = SimpleNamespace(shape=(rows, 512), dtype=E4M3, device=torch.device("cuda", 0))
     scales = Scales(None, None, kind, BF16, fast)
-    found = launch.config_for(x, SimpleNamespace(shape=(8, 1024, 512)), config, None, scales)
+    found = launch.config_for(x, SimpleNamespace(shape=(experts, 1024, 512)), config, None, scales)
     expected = is_supported and (config is None or config.warp_specialize)
-    assert found.warp_specialize is expected
-    assert (found.tiles.block_n, found.tiles.block_k) == (256 if expected or fast else 128, 128)
+    portable = (64, 128) if rows == 2048 else (128, 256 if fast else 128)
+    assert found.warp_specialize is expected and found.tiles.block_k == 128
+    assert (found.tiles.block_m, found.tiles.block_n) == ((128, 256) if expected else portable)
 
 
 @on_hopper

@@ -8,7 +8,7 @@ import torch
 from tdkernels import GroupGemmConfig, Tiles
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.common.tile_config import LARGE, default_tiles
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.config import default_config
 from tdkernels.runtime import gpu
@@ -104,7 +104,8 @@ def fake_hopper(monkeypatch):
 ])
 def test_default_config(fake_hopper, rows, n, k, groups, dtype, specialized):
     config = default_config(rows, n, k, groups, dtype, fake_hopper)
-    assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+    assert config.warp_specialize == specialized
+    assert config.tiles == (LARGE if specialized else default_tiles(rows // groups, n, dtype, fake_hopper))
 
 
 @pytest.mark.parametrize("config, is_supported, specialized", [
@@ -135,11 +136,18 @@ def test_candidates_of_the_tuner(fake_hopper, monkeypatch, layout, k, specialize
         assert tuned.completed(GroupGemmConfig(warp_specialize=flag), problem, fake_hopper).warp_specialize == flag
 
 
-@pytest.mark.parametrize("layout, specialized", [("none", True), ("swiglu", True), ("swiglu_interleaved", False)])
-def test_tiles_of_the_tuner_for_few_rows(fake_hopper, monkeypatch, layout, specialized):
+@pytest.mark.parametrize("layout, k, experts, specialized", [
+    ("none", 2048, 32, True), ("swiglu", 2048, 32, True), ("swiglu_interleaved", 2048, 32, False),
+    ("kn", 2056, 32, False), ("none", 2048, 2048, False),  # more experts than a warp has registers for
+])
+def test_tiles_of_the_tuner_for_few_rows(fake_hopper, monkeypatch, layout, k, experts, specialized):
     monkeypatch.setattr(gpu, "has_tma", lambda device: True)
-    problem = Problem("group_gemm", "NVIDIA Testing", 1, 1, "bfloat16", layout, (512, 3072, 2048, 32))
-    default = tunable("group_gemm").default(problem, fake_hopper)
-    portable = tunable("group_gemm").completed(GroupGemmConfig(), problem, fake_hopper)
-    assert default.warp_specialize == specialized and default.tiles.block_m == (128 if specialized else 64)
-    assert not portable.warp_specialize and portable.tiles.block_m == 64
+    tuned = tunable("group_gemm")
+    problem = Problem("group_gemm", "NVIDIA Testing", 1, 1, "bfloat16", layout, (16 * experts, 3072, k, experts))
+    default = tuned.default(problem, fake_hopper)
+    portable, asked = (
+        tuned.completed(GroupGemmConfig(warp_specialize=flag), problem, fake_hopper) for flag in (False, True)
+    )
+    assert default.warp_specialize == specialized
+    assert default.tiles.block_m == asked.tiles.block_m == (128 if specialized else 64)
+    assert not portable.warp_specialize and asked.warp_specialize and portable.tiles.block_m == 64

@@ -159,6 +159,20 @@ def computes_only_required_gradients():
         assert ag.call_args.kwargs["keep_rows"] == (name == "w_down")
 
 
+def can_detect_anomalies():
+    """Rows of dropped assignments do not let ``torch.autograd.detect_anomaly`` report NaN."""
+    layer = Sliced(**SMALL, dtype=FP32, seed=8)
+    x, ids, weights, w_gate_up, w_down = layer.operands()
+    h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu")
+    used = int(routing.splits.sum())
+    h[used:] = 0.0
+    with poisoned_outputs(), torch.autograd.detect_anomaly():
+        h.requires_grad_()
+        tdkernels.moe_gemm_rs(h, routing, weights, w_down).backward(layer.dy)
+        layer.check(layer.run())
+    assert used < len(h) and h.grad.isfinite().all() and not h.grad[used:].any()
+
+
 def saves_nothing_without_grad():
     layer = Sliced(**SMALL, seed=6)
     layer.require()
@@ -262,7 +276,7 @@ def compiles_with_graph_breaks():
 
 
 AUTOGRAD = [
-    computes_only_required_gradients, saves_nothing_without_grad, saves_only_what_gradients_need,
+    can_detect_anomalies, computes_only_required_gradients, saves_nothing_without_grad, saves_only_what_gradients_need,
     goes_backward_twice, uses_an_output_twice,
     takes_an_expanded_gradient, recomputes_in_a_checkpoint, follows_autocast, rejects_second_derivatives,
     compiles_with_graph_breaks,

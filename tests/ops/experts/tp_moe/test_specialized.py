@@ -9,7 +9,7 @@ from tdkernels import MoeTpConfig
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.scaling import layout_of
-from tdkernels.ops.common.tile_config import LARGE, specialized_tiles
+from tdkernels.ops.common.tile_config import LARGE, default_tiles, specialized_tiles
 from tdkernels.ops.experts.grouped_gemm.layout import weight_layout
 from tdkernels.ops.experts.tp_moe import fp8, launch_specialized
 from tdkernels.ops.experts.tp_moe.config import default_config
@@ -150,7 +150,8 @@ def test_weights_of_the_backward(monkeypatch, hidden, of_rank, gradients):
 ])
 def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
     config = default_config(tokens, choices, experts, n, k, dtype, fake_hopper)
-    assert config.warp_specialize == specialized and (config.tiles == LARGE or not specialized)
+    assert config.warp_specialize == specialized
+    assert config.tiles == (LARGE if specialized else default_tiles(tokens * choices // experts, n, dtype, fake_hopper))
 
 
 @pytest.mark.parametrize("scaling, changes, specialized", [
