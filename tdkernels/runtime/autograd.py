@@ -64,13 +64,14 @@ def apply_autocast(x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
 def clear_unwritten_rows(gradient: torch.Tensor | None, splits: torch.Tensor) -> None:
     """With ``torch.autograd.detect_anomaly``, set the rows of a gradient that belong to no group to zero.
 
-    Kernels do not write these rows, and nothing reads them, but that mode reports NaN in them.
+    Kernels do not write these rows, and nothing reads them, but that mode reports NaN in them. In a graph of
+    torch.compile they stay as they are.
 
     Args:
         gradient: Rows sorted by group, [R, K], or None.
         splits: Number of rows of each group.
     """
-    if gradient is not None and torch.is_anomaly_enabled():
+    if gradient is not None and not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
         rows = torch.arange(gradient.shape[0], device=gradient.device)
         gradient.masked_fill_((rows >= splits.sum()).unsqueeze(1), 0.0)
 

@@ -44,7 +44,7 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
     with recorded_launches(launchers) as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         config = GroupGemmConfig(tiles=tiles_for(arch, dtype))
-        patch.setattr(grouped_gemm_launch, "default_config", lambda *_: config)
+        patch.setattr(grouped_gemm_launch, "completed", lambda *_: config)
         y, pre = grouped_gemm_launch.product(x, w, splits, activation, keep=True)
         if activation:
             grouped_gemm_launch.swiglu(pre, splits, activation)

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import BLOCK, Scales, out_dtype_of
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, scaled_tiles, specialized_tiles
+from tdkernels.ops.common.tile_config import Tiles, scaled_tiles, specialized_tiles
 from tdkernels.ops.experts.grouped_gemm import launch_specialized
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, completed
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel
@@ -87,17 +87,17 @@ def config_for(
     if config is not None and config.tiles is not None:
         return config
     rows, (experts, n, k) = x.shape[0], w.shape
-    layout = None if scales is None else scales.layout
-    config = completed(config, rows, n, k, experts, x.dtype, x.device, layout)
-    tiles: Any = config.tiles
-    found = config if scales is None else replace(config, tiles=specialized_tiles(tiles, x.dtype))
-    if found.warp_specialize and _specializes(x, w, memory_layout(w, activation), activation, found, scales):
-        return found
-    # The other kernel needs smaller tiles for few rows, and may have no registers for that tile in fp8.
-    tiles = default_tiles(rows // experts, n, x.dtype, x.device)
-    if scales is not None:
-        tiles = scaled_tiles(tiles, scales.layout, x.device)
-    return replace(config, tiles=tiles, warp_specialize=False)
+    sizes = rows, n, k, experts, x.dtype, x.device, None if scales is None else scales.layout
+    config = completed(config, *sizes)
+    if config.warp_specialize:
+        found = replace(config, tiles=specialized_tiles(config.tiles, x.dtype))  # type: ignore[arg-type]  # it has tiles
+        if _specializes(x, w, memory_layout(w, activation), activation, found, scales):
+            return found
+        # The other kernel needs smaller tiles for few rows, and has no registers for large tiles of some fp8 operands.
+        config = completed(GroupGemmConfig(), *sizes)
+    if scales is None:
+        return config
+    return replace(config, tiles=scaled_tiles(config.tiles, scales.layout, x.device))  # type: ignore[arg-type]
 
 
 def product(
