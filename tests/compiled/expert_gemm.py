@@ -14,6 +14,7 @@ from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
+from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm import launch_weighted_rows
 from tdkernels.ops.experts.grouped_gemm import launch_weights as grouped_gemm_launch_weights
@@ -82,7 +83,7 @@ def scaled_launch(arch, dtype, kind, activation, fast=False, sizes=(256, 512, 51
     scales = Scales(torch.ones(of_x), torch.ones(of_w), kind, BF16, fast)
     with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(grouped_gemm_launch, "default_tiles", lambda *_: tiles_for(arch, dtype))
+        patch.setattr(grouped_gemm_config, "default_tiles", lambda *_: tiles_for(arch, dtype))
         on_gpu = torch.device("cuda")
         patch.setattr(grouped_gemm_launch, "scaled_tiles", lambda tiles, layout, _: scaled_tiles(tiles, layout, on_gpu))
         config, splits = GroupGemmConfig(tiles=tiles), torch.zeros(4, dtype=torch.int32)
