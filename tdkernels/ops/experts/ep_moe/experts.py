@@ -80,8 +80,9 @@ class _ExpertsAndCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         autograd.reject_second_derivatives("ep_moe")
-        drows, dtopk, *dw = backward(dy, *ctx.saved_tensors, *ctx.call, ctx.needs_input_grad[:4])
-        autograd.clear_unwritten_rows(drows, ctx.saved_tensors[2])
+        saved = ctx.saved_tensors
+        drows, dtopk, *dw = backward(dy, *saved, *ctx.call, ctx.needs_input_grad[:4])
+        autograd.clear_unwritten_rows(drows, saved[2])
         return drows, None if dtopk is None else dtopk.to(ctx.weights_dtype), *dw, *[None] * 4
 
 
