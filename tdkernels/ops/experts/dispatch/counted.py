@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tdkernels.symm.workspace import Workspace
 
 _FEWEST_SLOTS = 64
-_LEAST_MULTIPLE = 16  # to which numbers of rows are rounded up
 
 
 class Reach(NamedTuple):
@@ -123,7 +122,7 @@ class CountedRouting(Routing):
         """
         assert self.received is None, "rows were received already"
         if self.shape.max_tokens is None:
-            self.rows = round_up(self.rows, max(next_power_of_2(self.rows) // 64, _LEAST_MULTIPLE))
+            self.rows = rounded_rows(self.rows, parts=64, least=16)
 
     # Used by ``launch``:
 
@@ -201,6 +200,11 @@ def empty_splits(shape: "RoutingShape", device: torch.device) -> torch.Tensor:
     """Allocate ``Routing.splits``."""
     local = shape.num_experts // shape.world_size
     return torch.empty((shape.world_size, local) if shape.by_source else (local,), dtype=torch.int32, device=device)
+
+
+def rounded_rows(rows: int, parts: int, least: int) -> int:
+    """Round up to a multiple of the next power of two over ``parts``, and of ``least``, so that few sizes occur."""
+    return round_up(rows, max(next_power_of_2(rows) // parts, least))
 
 
 def slots_for(tokens: int) -> int:

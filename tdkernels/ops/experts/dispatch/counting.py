@@ -11,7 +11,7 @@ import torch
 
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.experts.dispatch import layout
-from tdkernels.ops.experts.dispatch.counted import CountedRouting, Reach, empty_splits, slots_for
+from tdkernels.ops.experts.dispatch.counted import CountedRouting, Reach, empty_splits, rounded_rows, slots_for
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds, too_many_tokens
 from tdkernels.ops.experts.dispatch.kernel_route import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
 from tdkernels.ops.experts.dispatch.layout import Fact
@@ -135,8 +135,7 @@ def _multinode_routing(common, local_world_size, node_tables, summary):
 
 def _rows_for(most):
     """Return the rows to allocate for an upper bound, rounded up: fewer distinct sizes need fewer consensus checks."""
-    step = max(next_power_of_2(most) // 16, _FEWEST_ROWS)
-    return max(cdiv(most, step), 1) * step
+    return rounded_rows(max(most, 1), parts=16, least=_FEWEST_ROWS)
 
 
 # ---- errors ----

@@ -76,10 +76,17 @@ def completed(
     layout: str | None = None,
 ) -> GroupGemmConfig:
     """Return the config with tiles, or ``default_config`` if it is None. The other arguments are as there."""
-    if config is not None and config.tiles is not None:
-        return config
     default = default_config(rows, n, k, groups, dtype, device, layout)
+    return with_tiles_of(default, config, default_tiles(rows // groups, n, dtype, device))
+
+
+def with_tiles_of(default: GroupGemmConfig, config: GroupGemmConfig | None, portable: Tiles) -> GroupGemmConfig:
+    """Return a config with tiles: its own, or else those of ``default``, or ``default`` itself if there is no config.
+
+    ``portable``: the tiles if the default is warp-specialized and the config is not
+    """
     if config is None:
         return default
-    portable = default.warp_specialize and not config.warp_specialize
-    return replace(config, tiles=default_tiles(rows // groups, n, dtype, device) if portable else default.tiles)
+    if config.tiles is not None:
+        return config
+    return replace(config, tiles=portable if default.warp_specialize and not config.warp_specialize else default.tiles)

@@ -1,6 +1,5 @@
 """Launch the kernels of the weight gradient of group_gemm, or compile them ahead of time."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES, Tiles, default_tiles
-from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, with_tiles_of
 from tdkernels.ops.experts.grouped_gemm.kernel import group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.launch_specialized import experts_of_warp, has_registers
 from tdkernels.rounding import next_power_of_2
@@ -88,14 +87,8 @@ def completed(
     config: GroupGemmConfig | None, rows: int, n: int, k: int, experts: int, dtype: torch.dtype, device: torch.device
 ) -> GroupGemmConfig:
     """Return the config with tiles, or ``default_config`` if it is None."""
-    if config is not None and config.tiles is not None:
-        return config
     default = default_config(rows, n, k, experts, dtype, device)
-    if config is None:
-        return default
-    if default.warp_specialize and not config.warp_specialize:
-        return replace(config, tiles=_portable_tiles(rows // experts, n, k, dtype, device))
-    return replace(config, tiles=default.tiles)
+    return with_tiles_of(default, config, _portable_tiles(rows // experts, n, k, dtype, device))
 
 
 def _config_for(dy, x, experts, config):
