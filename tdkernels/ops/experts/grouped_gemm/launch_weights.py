@@ -19,9 +19,9 @@ from tdkernels.runtime.gluon import descriptor, optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 
 # The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the tensor cores. A group with at least
-# _LONG_GROUP rows gets larger tiles. Warp specialization was not measured with fewer than _LEAST_GROUP rows.
+# _LONG_GROUP rows gets larger tiles.
 _LAST_R = 16
-_LONG_GROUP, _LEAST_GROUP = 4096, 128
+_LONG_GROUP = 4096
 _STEP = STEP_BYTES // 2  # rows of a step of the warp-specialized kernel
 
 
@@ -30,7 +30,7 @@ def default_config(
 ) -> GroupGemmConfig:
     """Return the heuristic config of a weight gradient [experts, n, k] for ``rows`` rows in all."""
     has_waves = device.type == "cuda" and experts * LARGE.count(n, k) > gpu.num_sms(device)
-    if has_waves and rows >= experts * _LEAST_GROUP and suits(LARGE, n, k, dtype, device):
+    if has_waves and suits(LARGE, n, k, dtype, device):
         return GroupGemmConfig(tiles=LARGE, warp_specialize=True)
     return GroupGemmConfig(tiles=_portable_tiles(rows // experts, n, k, dtype, device))
 

@@ -61,7 +61,7 @@ def test_default():
 @pytest.mark.parametrize("rows, n, k, experts, dtype, specialized", [
     (32768, 8192, 4096, 32, BF16, True), (12288, 1408, 2048, 64, FP16, True), (8192, 8192, 8192, 1, BF16, True),
     (12288, 1408, 2048, 64, torch.float32, False), (12288, 1400, 2048, 64, BF16, False),  # N % 16 > 0
-    (12288, 512, 512, 16, BF16, False), (8192, 1408, 2048, 65, BF16, False),  # 128 tiles; 126 rows
+    (12288, 512, 512, 16, BF16, False), (64, 1408, 2048, 65, BF16, True),  # 128 tiles; groups without rows
 ])
 def test_default_config(monkeypatch, rows, n, k, experts, dtype, specialized):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
@@ -91,21 +91,30 @@ def test_in_any_order(items):
         WeightsRun(seed, items)()
 
 
-_ZERO = "    fence_async_shared()\n    partition_barrier()\n    mbarrier.arrive(bars.index(FULL + stage), count=1)\n"
+_ZERO = (
+    "        fence_async_shared()\n        partition_barrier()\n"
+    "        mbarrier.arrive(bars.index(FULL + stage), count=1)\n"
+)
+_AWAIT = "        mbarrier.wait(bars.index(LAST + stage), (phases >> stage) & 1)\n"
 _ARRIVE = "    mbarrier.arrive(bars.index(OUT_FULL), count=1)\n    return"
 MUTANTS = OF_ALL | {
     "a store is not fenced": ("    fence_async_shared()\n" + _ARRIVE, _ARRIVE),
     EARLY: ("            tma.store_wait(0)\n", ""),
-    "the last rows are not waited for": ("    mbarrier.wait(last, number & 1)\n", ""),
-    "a wait for the last rows is one of the step before": ("            number += 1\n        tile", "        tile"),
-    "zeros are not fenced": (_ZERO, _ZERO.replace("    fence_async_shared()\n", "")),
-    "some rows are not set to zero": ("        if first + _ROWS > count:\n", "        if first >= count:\n"),
-    "x is not set to zero": ("            _keep_rows(memory[1].index(stage), first, count)\n", ""),
-    "the last step arrives before its zeros": ("row, place)\n    mbarrier.wait(last", (
-        "row, place)\n    mbarrier.arrive(bars.index(FULL + stage), count=1)\n    mbarrier.wait(last"
+    "the last rows are not waited for": (_AWAIT, ""),
+    "a wait for the last rows is one of an earlier step": ("        phases ^= 1 << stage\n", ""),
+    "all stages have the same phase": ("        phases ^= 1 << stage\n", "        phases ^= 15\n"),
+    "zeros are not fenced": (_ZERO, _ZERO.replace("        fence_async_shared()\n", "")),
+    "some rows are not set to zero": ("            if first + _ROWS > count:\n", "            if first >= count:\n"),
+    "x is not set to zero": ("                _keep_rows(memory[1].index(stage), first, count)\n", ""),
+    "the last step arrives before its zeros": (_AWAIT, _AWAIT + _ZERO.splitlines(True)[2]),
+    "the last step of all is not passed on": (
+        "    _finish_step(memory, bars, turn + STAGES - 1, before, phases)\n    end_items", "    end_items"
+    ),
+    "another step is finished": ("bars, turn + STAGES - 1, before, phases)\n            before", (
+        "bars, turn, before, phases)\n            before"
     )),
     "a group without rows has no step": ("gl.maximum((end - begin + STEP - 1) // STEP, 1)", "(end - begin) // STEP"),
-    "whole groups have a further step": ("(whole < end) | (begin == end)", "whole <= end"),
+    "whole groups have a further step": ("(end - begin + STEP - 1) // STEP", "(end - begin) // STEP + 1"),
 }
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -20,7 +20,7 @@ class WeightsRun(Run):
 
     def __init__(self, seed, items, source=None):
         super().__init__(seed, items, 0, source)
-        self.bars += [Barrier(1) for _ in range(weights.LAST.value + 1 - len(self.bars))]
+        self.bars += [Barrier(1) for _ in range(weights.LAST.value + weights.STAGES.value - len(self.bars))]
         rows = 0, 1, 8, BLOCK_K - 1, BLOCK_K, BLOCK_K + 9, 3 * BLOCK_K, 7 * BLOCK_K + 63
         self.rows = [self.schedule.random.choice(rows) for _ in range(items)]
 

@@ -13,6 +13,7 @@ from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
     REGISTERS,
+    STAGES,
     WARPS,
     make_barriers,
     make_memory,
@@ -40,7 +41,8 @@ def group_gemm_weights_specialized_kernel(
     problem = tiles_m, tiles_n, group_m
     memory = make_memory(dy_desc.dtype, x_desc.dtype, True, dw_desc.dtype, X_IS_KM=True)
     bars = make_barriers()
-    mbarrier.init(bars.index(LAST), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(LAST + stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [

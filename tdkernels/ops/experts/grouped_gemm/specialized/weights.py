@@ -2,7 +2,7 @@
 
 A step has STEP rows of a group. The last step may also have rows of the next group, or rows of no group, which may be
 NaN. The warp that loads sets them to zero in shared memory, in both operands, before it passes on the step. Meanwhile
-the tensor cores have the steps before. A group without rows has one step of zeros.
+the tensor cores have the steps before, and the next step is loaded. A group without rows has one step of zeros.
 
 Arguments of several functions:
 
@@ -28,6 +28,7 @@ from tdkernels.ops.common.specialized.layout import (
     ONE_WARP,
     OUT_FREE,
     OUT_FULL,
+    STAGES,
     STEP_BYTES,
     read_item,
 )
@@ -38,7 +39,7 @@ from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.experts.grouped_gemm.specialized.partitions import rows_of_groups
 
 STEP = HALF_M  # rows: as many as STEP_BYTES have elements
-LAST = gl.constexpr(10)  # barrier: the last step of a group, with fewer than STEP rows, has arrived
+LAST = gl.constexpr(10)  # barrier, one per stage: a step with fewer than STEP rows of its group has arrived
 _ROWS = gl.constexpr(8)  # that are set to zero at a time
 
 
@@ -70,17 +71,19 @@ def _group_of(expert, ends, EXPERTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(operands, memory, stage, full, row, place):
-    """Load the STEP rows from ``row`` on of both operands. Their bytes arrive at the barrier ``full``."""
+def _load_step(operands, memory, bars, turn, row, place, count):
+    """Load the STEP rows from ``row`` on of both operands, of which ``count`` belong to the group."""
     dy_desc, x_desc = operands
     _, pid_m, pid_n = place
-    mbarrier.expect(full, (BLOCK_M + BLOCK_N) * STEP_BYTES)
+    stage = await_stage(bars, turn)
+    arrived = bars.index(gl.where(count < STEP, LAST, FULL) + stage)
+    mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * STEP_BYTES)
     for part in gl.static_range(2):
         block = reinterpret(memory[0].index(2 * stage + part), dy_desc.dtype, dy_desc.block_type.shape, dy_desc.layout)
-        tma_load(dy_desc, [0, row, pid_m * BLOCK_M + part * HALF_M], full, block)
+        tma_load(dy_desc, [0, row, pid_m * BLOCK_M + part * HALF_M], arrived, block)
     col = pid_n * BLOCK_N
-    load_weight(x_desc, row, col, full, memory, stage, 0, True, True)
-    load_weight(x_desc, row, col + HALF_N, full, memory, stage, 1, True, True)
+    load_weight(x_desc, row, col, arrived, memory, stage, 0, True, True)
+    load_weight(x_desc, row, col + HALF_N, arrived, memory, stage, 1, True, True)
 
 
 @gluon.jit
@@ -88,29 +91,34 @@ def _keep_rows(block, first: gl.constexpr, count):
     """Set the rows from ``count`` on to zero, among _ROWS rows of a block in shared memory from ``first`` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     part = block.slice(first, _ROWS, 0)
-    rows = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
-    values = part.load(layout)
-    part.store(gl.where((rows < count)[:, None], values, gl.zeros_like(values)))
+    COLUMNS: gl.constexpr = block.shape[1]
+    zeros = gl.zeros((_ROWS, COLUMNS), block.dtype, layout)
+    if first >= count:
+        part.store(zeros)
+    else:
+        rows = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+        part.store(gl.where((rows < count)[:, None], part.load(layout), zeros))
 
 
 @gluon.jit
-def _load_last_step(operands, memory, bars, row, place, count, turn, number):
-    """Load a step of which only ``count`` rows belong to the group, and set the others to zero.
+def _finish_step(memory, bars, step, count, phases):
+    """Set the rows from ``count`` on of step number ``step`` to zero, and pass it on, if there are such rows.
 
-    number: number of such steps before
+    Return ``phases``, whose bit for each stage is the phase of its barrier LAST.
     """
-    stage = await_stage(bars, turn)
-    last = bars.index(LAST)
-    _load_step(operands, memory, stage, last, row, place)
-    mbarrier.wait(last, number & 1)
-    for first in gl.static_range(0, STEP, _ROWS):
-        if first + _ROWS > count:
-            for part in gl.static_range(2):
-                _keep_rows(memory[0].index(2 * stage + part).permute((1, 0)), first, count)
-            _keep_rows(memory[1].index(stage), first, count)
-    fence_async_shared()
-    partition_barrier()
-    mbarrier.arrive(bars.index(FULL + stage), count=1)
+    if count < STEP:
+        stage = step % STAGES
+        mbarrier.wait(bars.index(LAST + stage), (phases >> stage) & 1)
+        for first in gl.static_range(0, STEP, _ROWS):
+            if first + _ROWS > count:
+                for part in gl.static_range(2):
+                    _keep_rows(memory[0].index(2 * stage + part).permute((1, 0)), first, count)
+                _keep_rows(memory[1].index(stage), first, count)
+        fence_async_shared()
+        partition_barrier()
+        mbarrier.arrive(bars.index(FULL + stage), count=1)
+        phases ^= 1 << stage
+    return phases
 
 
 @gluon.jit
@@ -119,10 +127,13 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
 
     operands: descriptors of dy [1, R, N] for [1, STEP, HALF_M] elements and of x [R, K] for [STEP, HALF_N]
     counter_ptr: number of tiles that have been fetched, initially zero
+
+    The loads of a step begin before the step before it is finished. Otherwise there would be no loads in flight if each
+    group has only one step.
     """
     ends = _ends_of_groups(splits, EXPERTS)
-    turn = 0
-    number = 0  # steps with fewer than STEP rows so far
+    turn, phases = 0, 0
+    before = STEP  # rows of the step before that belong to its group
     tile = item_of_warp(request_number(counter_ptr))
     while tile < num_tiles:
         place = _place_of(tile, problem)
@@ -131,16 +142,15 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
         steps = gl.maximum((end - begin + STEP - 1) // STEP, 1)
         begin_item(memory, bars, tile, (pid_m, pid_n, expert), turn, span=(0, steps, 0))
         answer = request_number(counter_ptr)
-        whole = begin + (end - begin) // STEP * STEP
-        for row in range(begin, whole, STEP):
-            stage = await_stage(bars, turn)
-            _load_step(operands, memory, stage, bars.index(FULL + stage), row, place)
+        for step in range(steps):
+            row = begin + step * STEP
+            count = gl.minimum(end - row, STEP)
+            _load_step(operands, memory, bars, turn, row, place, count)
+            phases = _finish_step(memory, bars, turn + STAGES - 1, before, phases)
+            before = count
             turn += 1
-        if (whole < end) | (begin == end):
-            _load_last_step(operands, memory, bars, whole, place, end - whole, turn, number)
-            turn += 1
-            number += 1
         tile = item_of_warp(answer)
+    _finish_step(memory, bars, turn + STAGES - 1, before, phases)
     end_items(memory, bars, turn)
 
 
