@@ -93,12 +93,13 @@ def measure(case, burst_ms):
 def _configs(case):
     """Return {name: config} of the portable and the warp-specialized kernels."""
     layer = case.layer
-    portable = tp_moe.tp_moe_config.default_config(
-        case.shape.tokens, case.shape.choices, case.shape.experts, 2 * layer.inner, case.shape.hidden, tp_moe.DTYPE,
-        rank_device(),
-    )
-    portable = replace(portable, warp_specialize=False)
-    kinds = {"portable": portable, "specialized": replace(portable, warp_specialize=True)}
+    sizes = case.shape.tokens, case.shape.choices, case.shape.experts, 2 * layer.inner, case.shape.hidden
+    sizes += tp_moe.DTYPE, rank_device()
+    default = tp_moe.tp_moe_config.default_config(*sizes)
+    kinds = {
+        kind: tp_moe.tp_moe_config.completed(replace(default, warp_specialize=flag), *sizes, activation="swiglu")
+        for kind, flag in (("portable", False), ("specialized", True))
+    }
     return {
         f"{kind} {stages}": replace(config, stages=stages) for kind, config in kinds.items() for stages in case.stages
     }

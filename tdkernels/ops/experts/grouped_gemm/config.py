@@ -58,17 +58,25 @@ def default_config(
 ) -> GroupGemmConfig:
     """Return the heuristic config for ``rows`` rows in all, ``groups`` groups and weights [n, k].
 
-    It is warp-specialized also for groups of a few rows. Their time is that of reading the weights, and the tiles of
-    that kernel read each weight once.
-
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    each = rows // groups
-    # With fewer tiles, the launch that sets the work queue to zero may cost more than is gained; not measured.
-    has_waves = device.type == "cuda" and groups * LARGE.count(each, n) > gpu.num_sms(device)
-    if has_waves and n > LARGE.block_n // 2 and suits(LARGE, n, k, dtype, device, layout):
+    if num_waves(rows, n, groups, device) > 1 and suits(LARGE, n, k, dtype, device, layout):
         return GroupGemmConfig(tiles=LARGE, warp_specialize=True)
-    return GroupGemmConfig(tiles=default_tiles(each, n, dtype, device))
+    return GroupGemmConfig(tiles=default_tiles(rows // groups, n, dtype, device))
+
+
+def num_waves(rows: int, n: int, groups: int, device: torch.device) -> float:
+    """Return the number of tiles of the warp-specialized kernel over the number of multiprocessors.
+
+    With fewer tiles than multiprocessors, small tiles are faster. With more, that kernel is faster for groups of any
+    size: the time of a few rows is that of reading the weights, and its tiles read each weight once.
+
+    Rows and groups are as in ``default_config``. The number is 0 on other devices, and if half of a tile is empty.
+    """
+    if device.type != "cuda" or n <= LARGE.block_n // 2:
+        return 0.0
+    # If there are fewer rows than groups, each row has a group of its own.
+    return min(groups, rows) * LARGE.count(max(rows // groups, 1), n) / gpu.num_sms(device)
 
 
 def completed(

@@ -4,11 +4,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, invariant_tiles
-from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm
+from tdkernels.ops.common.scaling import BLOCK, layout_of
+from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.tile_config import LARGE, Tiles, default_tiles, invariant_tiles
+from tdkernels.ops.experts.grouped_gemm.config import num_waves
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.runtime import gpu
+
+# Waves from which the warp-specialized kernels are faster. As one of 8 ranks on an H200 (solo mode) they take 0.70 to
+# 1.00 of the time with 112 and 128 tiles, 0.85 to 1.06 with 64, and 1.04 to 1.20 with 32. An exception is moe_ag_gemm
+# for groups of 128 rows or more: 0.85 to 0.90 with 4 to 64 tiles.
+_LEAST_WAVES = 0.8
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class MoeTpConfig:
             so on Hopper for the operands of ``GroupGemmConfig.warp_specialize``, with any number of experts. Eight
             times as many programs push then, each with one warp, while the other warps multiply. ``moe_gemm_rs`` does
             not use the stages. Otherwise the same config runs without it. Results are the same. True is the heuristic
-            default for 16-bit and fp8 operands, more than 64 rows for each expert, and more tiles than multiprocessors.
+            default for 16-bit and fp8 operands and at least 0.8 tiles for each multiprocessor.
     """
 
     method: str = "fused"
@@ -86,9 +93,45 @@ def default_config(
         k: Columns of an expert's weight on this rank.
         layout: The layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    tiles = default_tiles(tokens * choices // experts, n, dtype, device)
-    if device.type == "cpu":
-        return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)
-    product = grouped_gemm.default_config(tokens * choices, n, k, experts, dtype, device, layout)
-    # Specialization was not measured with few rows for each expert, which have smaller tiles.
-    return MoeTpConfig(tiles=tiles, warp_specialize=product.warp_specialize and tiles == product.tiles)
+    rows = tokens * choices
+    if num_waves(rows, n, experts, device) > _LEAST_WAVES and suits(LARGE, n, k, dtype, device, layout):
+        return MoeTpConfig(tiles=LARGE, warp_specialize=True)
+    tiles = default_tiles(rows // experts, n, dtype, device)
+    return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16) if device.type == "cpu" else MoeTpConfig(tiles=tiles)
+
+
+def completed(
+    config: MoeTpConfig | None, tokens: int, choices: int, experts: int, n: int, k: int, dtype: torch.dtype,
+    device: torch.device, layout: str | None = None, activation: str | None = None, is_kn: bool = False,
+) -> MoeTpConfig:
+    """Return a config with the default tiles, or ``default_config`` if it is None.
+
+    ``warp_specialize`` remains set only if it is supported. Otherwise tiles are smaller for few rows.
+
+    Args:
+        config: A config, or None.
+        activation: The activation of the GEMM.
+        is_kn: Whether the weights are stored as [k, n].
+
+    The other arguments are those of ``default_config``.
+    """
+    default = default_config(tokens, choices, experts, n, k, dtype, device, layout)
+    asked = default if config is None else config
+    if asked.warp_specialize and can_specialize(default.tiles, n, k, dtype, device, layout, activation, is_kn):
+        return replace(asked, tiles=default.tiles)
+    return replace(asked, tiles=default_tiles(tokens * choices // experts, n, dtype, device), warp_specialize=False)
+
+
+def can_specialize(
+    tiles: Tiles | None, n: int, k: int, dtype: torch.dtype, device: torch.device, layout: str | None = None,
+    activation: str | None = None, is_kn: bool = False,
+) -> bool:
+    """Return whether the warp-specialized kernels multiply with weights [E, n, k] if ``tiles`` are the default.
+
+    The other arguments are those of ``completed``.
+    """
+    # With block-wise scales each plane of an expert must start at a block boundary.
+    has_whole_blocks = layout != layout_of("block", use_fast_accum=False) or n % (2 * BLOCK) == 0
+    if not (activation is None or activation == "swiglu" and has_whole_blocks) or is_kn and k % LARGE.block_k:
+        return False
+    return suits(tiles, n, k, dtype, device, layout)

@@ -9,7 +9,6 @@ import torch
 
 from tdkernels.autotune.tunable import Floors
 from tdkernels.ops.common import costs, gemm_space
-from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import dispatch as grouped_gemm_dispatch
@@ -19,7 +18,6 @@ from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, routing
 from tdkernels.ops.experts.tp_moe import stages as moe_stages
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
-from tdkernels.ops.experts.tp_moe.steps import with_tiles
 from tdkernels.rounding import cdiv, round_up
 
 if TYPE_CHECKING:
@@ -68,24 +66,30 @@ class MoeTunable(ConfigTunable):
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
-        return with_tiles(config, self.default(problem, device))
+        return self._completed(config, problem, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         return tp_moe_config.invariant_config(problem.torch_dtype, device)
 
     def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
-        tokens, *_, experts, choices = problem.shape
-        _, n, k = self.weights(problem)[0]
-        config = tp_moe_config.default_config(tokens, choices, experts, n, k, problem.torch_dtype, device)
-        return replace(config, warp_specialize=config.warp_specialize and self._can_specialize(problem, device))
+        config = self._completed(None, problem, device)
+        if config.warp_specialize and not self._can_specialize(problem, device):
+            config = self._completed(replace(config, warp_specialize=False), problem, device)
+        return config
+
+    def _completed(self, config, problem, device):
+        """Return the config with the tiles of the first weight, or the default of that GEMM if it is None."""
+        sizes = problem.shape[0], problem.shape[-1], *self.weights(problem)[0], problem.torch_dtype, device
+        activation, is_kn = activation_of(problem), problem.layout == "kn"
+        return tp_moe_config.completed(config, *sizes, activation=activation, is_kn=is_kn)
 
     def _can_specialize(self, problem, device):
         """Return whether the warp-specialized kernels support a problem with ``warp_specialize``."""
-        if problem.layout == "swiglu_interleaved":
-            return False
-        weights = self.weights(problem)
-        fits = problem.layout != "kn" or all(k % LARGE.block_k == 0 for _, _, k in weights)
-        return fits and all(suits(LARGE, n, k, problem.torch_dtype, device) for _, n, k in weights)
+        activation, is_kn = activation_of(problem), problem.layout == "kn"
+        return all(
+            tp_moe_config.can_specialize(LARGE, n, k, problem.torch_dtype, device, None, activation, is_kn)
+            for _, n, k in self.weights(problem)
+        )
 
     def plans(self, problem: "Problem", device: torch.device) -> list[tuple[int, int, int]]:
         """Return the candidates for the fields of a config except tiles: (num_comm_sms, chunk_rows, stages)."""

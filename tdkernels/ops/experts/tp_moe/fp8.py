@@ -16,14 +16,13 @@ import torch
 from tdkernels.autotune.invariance import check_invariant, is_batch_invariant, reject_invariant, reject_max_ranks
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import spans_nodes, torch_across_nodes
-from tdkernels.ops.common.scaling import BLOCK, Scales, layout_of
-from tdkernels.ops.common.specialized.launch import suits
+from tdkernels.ops.common.scaling import Scales, layout_of
 from tdkernels.ops.common.tile_config import scaled_tiles, specialized_tiles
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized, scale_kind
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
-from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, default_config, invariant_config
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, completed, invariant_config
 from tdkernels.ops.experts.tp_moe.steps import (
     Configs,
     first_fields,
@@ -31,7 +30,6 @@ from tdkernels.ops.experts.tp_moe.steps import (
     rows_of_tokens,
     sums_of_rows,
     weights_of_ranks,
-    with_tiles,
 )
 from tdkernels.symm.group import group_state
 
@@ -69,20 +67,12 @@ def _complete(config, tokens, choices, w, layout, activation=None):
     if config is not None and config.tiles is not None:
         return config
     if is_batch_invariant():
-        return with_tiles(config, invariant_config(w.dtype, w.device, layout))
-    default = default_config(tokens, choices, *w.shape, w.dtype, w.device, layout)
-    asked = default if config is None else config
-    if asked.warp_specialize and _can_specialize(default.tiles, w, activation, layout):
-        return replace(asked, tiles=specialized_tiles(default.tiles, w.dtype))
-    return replace(asked, tiles=scaled_tiles(default.tiles, layout, w.device), warp_specialize=False)
-
-
-def _can_specialize(tiles, w, activation, layout):
-    """Return whether the warp-specialized kernels support a GEMM with w, whose default tile is ``tiles``."""
-    # With block-wise scales each plane of an expert must start at a block boundary.
-    has_whole_blocks = layout != layout_of("block", use_fast_accum=False) or w.shape[1] % (2 * BLOCK) == 0
-    fits = activation is None or activation == "swiglu" and has_whole_blocks
-    return fits and suits(tiles, w.shape[1], w.shape[2], w.dtype, w.device, layout)
+        invariant = invariant_config(w.dtype, w.device, layout)
+        return invariant if config is None else replace(config, tiles=invariant.tiles)
+    found = completed(config, tokens, choices, *w.shape, w.dtype, w.device, layout, activation)
+    if found.warp_specialize:
+        return replace(found, tiles=specialized_tiles(found.tiles, w.dtype))
+    return replace(found, tiles=scaled_tiles(found.tiles, layout, w.device))
 
 
 def gate_up_stage(

@@ -3,7 +3,6 @@
 "First" is the gate-up stage (``moe_ag_gemm``), "second" the down stage (``moe_gemm_rs``).
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatt
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, product_by_torch, weight_gradient
 from tdkernels.ops.experts.grouped_gemm.launch_weighted_rows import weighted_gradients
+from tdkernels.ops.experts.grouped_gemm.layout import is_stored_kn
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, launch_unfused
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
@@ -64,8 +64,8 @@ def choose_configs(
         second: Weight of the down stage, if the call has one.
     """
     config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
-    each = [None if weight is None else _complete(config, sizes[0], sizes[-1], weight) for weight in (first, second)]
-    return Configs(*each, backward)  # type: ignore[call-arg]
+    of_first = None if first is None else _complete(config, sizes[0], sizes[-1], first, fields["activation"])
+    return Configs(of_first, None if second is None else _complete(config, sizes[0], sizes[-1], second), backward)
 
 
 def _choose_config(operator, config, sizes, layout, w, group, fields):
@@ -148,19 +148,14 @@ def tp_moe_configs(
     return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields, w_gate_up, w_down)
 
 
-def _complete(config, tokens, choices, w):
+def _complete(config, tokens, choices, w, activation=None):
     """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
     if is_batch_invariant():
         return tp_moe_config.completed_invariant(config, w.dtype, w.device)
-    default = tp_moe_config.default_config(tokens, choices, *w.shape, w.dtype, w.device)
-    return with_tiles(config, default)
-
-
-def with_tiles(config: MoeTpConfig | None, default: MoeTpConfig) -> MoeTpConfig:
-    """Return the config with the tiles of ``default``, or ``default`` if there is no config."""
-    return default if config is None else replace(config, tiles=default.tiles)
+    sizes = tokens, choices, *w.shape, w.dtype, w.device
+    return tp_moe_config.completed(config, *sizes, activation=activation, is_kn=is_stored_kn(w))
 
 
 def _is_torch(config):

@@ -99,7 +99,7 @@ def fake_hopper(monkeypatch):
     (32768, 3072, 4096, 128, BF16, True), (32768, 3072, 4096, 128, FP32, False), (4096, 3584, 4096, 8, FP16, True),
     (2048, 2048, 1024, 16, BF16, False), (2304, 2048, 1024, 16, BF16, True),  # 128 and 256 tiles
     (8192, 3072, 4096, 128, BF16, True), (128, 3072, 4096, 128, BF16, True),  # 64 rows and 1 row of a group
-    (127, 3072, 4096, 128, BF16, False), (64, 3072, 4096, 4, BF16, False),  # no row; 48 tiles
+    (12, 3072, 4096, 128, BF16, True), (11, 3072, 4096, 128, BF16, False),  # 144 and 132 tiles
     (8192, 128, 4096, 256, BF16, False), (32768, 3080, 4096, 128, BF16, False),  # narrow; N % 16 > 0
 ])
 def test_default_config(fake_hopper, rows, n, k, groups, dtype, specialized):

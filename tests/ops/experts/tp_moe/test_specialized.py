@@ -11,7 +11,7 @@ from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.scaling import layout_of
 from tdkernels.ops.common.tile_config import LARGE, default_tiles, specialized_tiles
 from tdkernels.ops.experts.grouped_gemm.layout import weight_layout
-from tdkernels.ops.experts.tp_moe import fp8, launch_specialized
+from tdkernels.ops.experts.tp_moe import fp8, launch_specialized, steps
 from tdkernels.ops.experts.tp_moe.config import default_config
 from tdkernels.runtime import gpu
 from tests.ops.dense.specialized_support import ON_HOPPER, on_hopper
@@ -82,11 +82,12 @@ def test_graph_of_forward_and_backward(world_size):
 
 
 @on_hopper
+@pytest.mark.parametrize("tokens, experts", [(1024, 4), (32, 20)])
 @pytest.mark.parametrize("config, expected", [
     (None, True), (MoeTpConfig(warp_specialize=True), True), (MoeTpConfig(), False),
 ])
-def test_config_without_tiles(config, expected):
-    spec = dict(tokens=1024, k=2, experts=4, width=2048, hidden=1024)
+def test_config_without_tiles(config, expected, tokens, experts):
+    spec = dict(tokens=tokens, k=2, experts=experts, width=2048, hidden=1024)
     on_ranks(2, specialized.selects_kernels, spec, config, expected)
 
 
@@ -146,12 +147,29 @@ def test_weights_of_the_backward(monkeypatch, hidden, of_rank, gradients):
 @pytest.mark.parametrize("tokens, choices, experts, n, k, dtype, specialized", [
     (8192, 2, 8, 4096, 1792, torch.bfloat16, True), (8192, 2, 8, 4096, 1792, torch.float32, False),
     (2048, 2, 8, 512, 1024, torch.float16, False),  # 64 tiles
-    (2048, 2, 64, 4096, 1792, torch.bfloat16, False), (8192, 2, 8, 4104, 1792, torch.bfloat16, False),
+    (128, 2, 64, 4096, 1792, torch.bfloat16, True), (8192, 2, 8, 4104, 1792, torch.bfloat16, False),
 ])
 def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
     config = default_config(tokens, choices, experts, n, k, dtype, fake_hopper)
     assert config.warp_specialize == specialized
     assert config.tiles == (LARGE if specialized else default_tiles(tokens * choices // experts, n, dtype, fake_hopper))
+
+
+@pytest.mark.parametrize("config", [None, MoeTpConfig(warp_specialize=True), MoeTpConfig(stages=2)])
+@pytest.mark.parametrize("shape, activation, is_kn, supported", [
+    ((64, 4096, 1792), "swiglu", False, True), ((64, 4096, 1792), None, True, True),
+    ((64, 4096, 1792), "swiglu_interleaved", False, False), ((64, 4104, 1792), None, False, False),
+    ((64, 4096, 1800), None, True, False), ((64, 4096, 1800), None, False, True),
+])
+def test_completed_config(fake_hopper, config, shape, activation, is_kn, supported):
+    """Groups of 4 rows have large tiles only if the kernel is specialized."""
+    w = torch.empty(1, *shape[1:], dtype=torch.bfloat16, device="meta")
+    w = w.mT.contiguous().mT if is_kn else w
+    given = SimpleNamespace(shape=shape, stride=w.stride, dtype=w.dtype, device=fake_hopper)
+    found = steps._complete(config, 128, 2, given, activation)
+    specialized = supported and (config is None or config.warp_specialize)
+    assert found.warp_specialize == specialized and found.stages == (config or found).stages
+    assert found.tiles == (LARGE if specialized else default_tiles(4, shape[1], w.dtype, fake_hopper))
 
 
 @pytest.mark.parametrize("scaling, changes, specialized", [
