@@ -27,13 +27,15 @@ pytestmark = needs_no_gpu
 FP8_PRODUCT = "QGMMA.64x{}x32"
 WAIT, PUSH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", r"STG\.E\.128"
 # Bytes that moe_gemm_rs may spill, of values that are needed once per work item, and instructions of a main loop with
-# two accumulators that may spill. Triton 3.6 and 3.7 spill up to 96 bytes and 8 instructions, 3.8 248 and 36, 3.9 312
+# two accumulators that may spill. Triton 3.6 and 3.7 spill up to 112 bytes and 8 instructions, 3.8 272 and 36, 3.9 328
 # and none.
 _IS_38, _IS_39 = (triton.__version__.startswith(version) for version in ("3.8", "3.9"))
-SUMS_STACK, SUMS_SPILLS = (256, 40) if _IS_38 else (320, 24) if _IS_39 else (128, 24)
+SUMS_STACK, SUMS_SPILLS = (280, 40) if _IS_38 else (336, 24) if _IS_39 else (128, 24)
 # Bytes that kernels of SwiGLU may spill if they also store gate and up, outside of the main loops. Triton 3.9 spills up
-# to 384, 3.8 up to 8.
-KEEP_STACK = 384 if _IS_39 else 16
+# to 392, 3.8 up to 8.
+KEEP_STACK = 400 if _IS_39 else 16
+# The same of moe_ag_gemm without them, and instructions of the loop that gathers rows.
+GATHER_STACK, GATHER_SPILLS = (96, 4) if _IS_39 else (64 if _IS_38 else 32, 0)
 
 
 def check(compiled, loops, most_stack, product="HGMMA.64x{}x16", most_spills=0):
@@ -229,8 +231,8 @@ def test_group_gemm(experts, dtype, activation, w_is_kn, keep):
 ], ids=str)
 def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
     launch = moe_ag_gemm_launch(choices, dtype, activation, w_is_kn, keep)
-    code = check(compile_for(*launch, "sm_90"), [256], max(32, KEEP_STACK if keep else 0))
-    check_gather(code)
+    code = check(compile_for(*launch, "sm_90"), [256], max(GATHER_STACK, KEEP_STACK if keep else 0))
+    check_gather(code, GATHER_SPILLS)
 
 
 @pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted", [
@@ -256,8 +258,8 @@ def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
 
 
 def test_tp_moe_in_fp8():
-    code = check(compile_for(*moe_ag_gemm_launch(2, E4M3, "swiglu"), "sm_90"), [256], 32, FP8_PRODUCT)
-    check_gather(code, 1 if _IS_39 else 0)
+    code = check(compile_for(*moe_ag_gemm_launch(2, E4M3, "swiglu"), "sm_90"), [256], GATHER_STACK, FP8_PRODUCT)
+    check_gather(code, GATHER_SPILLS)
 
 
 @thorough

@@ -13,6 +13,7 @@ from tdkernels.runtime import gpu
 SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
 PUSHED_BYTES = 64 << 10  # that a program of these kernels pushes at a time, to all peers together
 PUSHED_ROWS = 4  # that it loads at a time: a piece has a multiple of them
+PUSHED_ROW_BYTES = 2 << 10  # that it loads of each of these rows at a time
 STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 
@@ -95,10 +96,15 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def num_parts(chunk_rows: int, slice_bytes: int, world_size: int) -> int:
-    """Return the number of parts in which a slice of a chunk is pushed, as ``push.parts_of_slice`` does."""
+def num_parts(chunk_rows: int, slice_bytes: int, world_size: int, slices: int = 1, num_workers: int = 1) -> int:
+    """Return the number of parts in which a slice of a chunk is pushed, as ``push.parts_of_slice`` does.
+
+    Rows are divided only for several ``num_workers``.
+    """
     rows = PUSHED_BYTES // (slice_bytes * max(world_size - 1, 1)) // PUSHED_ROWS * PUSHED_ROWS
-    return cdiv(chunk_rows, max(rows, PUSHED_ROWS))
+    parts = cdiv(chunk_rows, max(rows, PUSHED_ROWS))
+    across = max(num_workers // max(slices * parts, 1), 1)
+    return parts * cdiv(slice_bytes, round_up(cdiv(slice_bytes, across), PUSHED_ROW_BYTES))
 
 
 def scaled_tiles(tiles: Tiles, layout: str, device: torch.device) -> Tiles:

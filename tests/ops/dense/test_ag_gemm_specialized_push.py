@@ -10,7 +10,7 @@ import torch
 
 from tdkernels import AgGemmConfig, Tiles
 from tdkernels.ops.common.specialized import push
-from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROW_BYTES, PUSHED_ROWS
 from tdkernels.ops.dense.ag_gemm import launch_specialized
 from tdkernels.rounding import cdiv
 from tests.support.mutants import check_found
@@ -99,6 +99,7 @@ class Push:
             "request_by_warps": lambda ctx, queue, warps: self._request(queue), "item_of_warps": lambda answer: answer,
             "is_last_arriver_of_warps": self._arrive, "notify_all_by_warps": self._notify, "ALL_PEERS": -2,
             "mark_by_warps": self._mark, "PUSHED_BYTES": PUSHED_BYTES, "PUSHED_ROWS": PUSHED_ROWS,
+            "PUSHED_ROW_BYTES": PUSHED_ROW_BYTES,
         }
         exec(compile(tree, push.__file__, "exec"), names)
         names |= {"_copy": self._copy, "_copy_scales": self._copy_scales}

@@ -14,12 +14,12 @@ from tdkernels.lang.gluon_signals import (
 )
 from tdkernels.lang.memory import pointer_to
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROW_BYTES, PUSHED_ROWS
 
 # 64-bit words in flight: as many as fit in the registers
-_ROWS, _WORDS = gl.constexpr(PUSHED_ROWS), gl.constexpr(256)
+_ROWS, _WORDS = gl.constexpr(PUSHED_ROWS), gl.constexpr(PUSHED_ROW_BYTES // 8)
 _SCALES = gl.constexpr(1024)  # in flight
-_PART_BYTES = gl.constexpr(PUSHED_BYTES)
+_PART_BYTES, _ROW_BYTES = gl.constexpr(PUSHED_BYTES), gl.constexpr(PUSHED_ROW_BYTES)
 
 
 @gluon.jit
@@ -73,20 +73,27 @@ def _push_scales(ctx, half, shard, scales, chunk, WARPS: gl.constexpr):
 
 @gluon.jit
 def _push_part(
-    ctx, x, half, signal, shard, scales, chunk, slice_id, part, part_rows, parts, COPY_OWN: gl.constexpr,
-    WARPS: gl.constexpr,
+    ctx, x, half, signal, shard, scales, chunk, slice_id, part, sizes, COPY_OWN: gl.constexpr, WARPS: gl.constexpr,
+    DIVIDE_ROWS: gl.constexpr,
 ):
-    """Push one of ``parts`` parts of a slice of a chunk, of ``part_rows`` rows, to all peers.
+    """Push a part of a slice of a chunk to all peers.
 
     The scales of the chunk go with the first part of its first slice. When a tile loads them, perhaps only that slice
     has arrived. The program that pushes the last part sets the signals.
+
+    sizes: those of ``parts_of_slice``
     """
     rows, row_bytes, chunk_rows, slice_bytes, slices, num_chunks, slot_bytes = shard
+    part_rows, part_bytes, across, parts = sizes
     me = rank(ctx)
-    row = chunk * chunk_rows + part * part_rows
+    row = chunk * chunk_rows + part // across * part_rows
     end = gl.minimum(gl.minimum(row + part_rows, (chunk + 1) * chunk_rows), rows)
     begin = row.to(tl.int64) * row_bytes + slice_id * slice_bytes
     num_bytes = gl.minimum(slice_bytes, row_bytes - slice_id * slice_bytes)
+    if DIVIDE_ROWS:
+        byte = part % across * part_bytes
+        begin += byte
+        num_bytes = gl.minimum(part_bytes, num_bytes - byte)
     first: gl.constexpr = 0 if COPY_OWN else 1
     _copy(ctx, half, me.to(tl.int64) * slot_bytes + begin, x + begin, first, row_bytes, end - row, num_bytes, WARPS)
     if scales[0] is not None:
@@ -101,17 +108,29 @@ def _push_part(
 
 
 @gluon.jit
-def parts_of_slice(chunk_rows, slice_bytes, ranks):
-    """Return (rows of a part, parts of a slice of a chunk). ``num_parts`` of the launchers computes the same."""
+def parts_of_slice(chunk_rows, slice_bytes, ranks, slices, num_workers, DIVIDE_ROWS: gl.constexpr):
+    """Return (rows of a part, bytes of each row in a part, parts of a row, parts of a slice of a chunk).
+
+    ``num_parts`` of the launchers computes the same.
+
+    slices: number of slices of all chunks
+    """
     rows = _PART_BYTES // (slice_bytes * gl.maximum(ranks - 1, 1)) // _ROWS * _ROWS
     rows = gl.maximum(rows, _ROWS)
-    return rows, (chunk_rows + rows - 1) // rows
+    parts = (chunk_rows + rows - 1) // rows
+    if DIVIDE_ROWS:
+        across = gl.maximum(num_workers // gl.maximum(slices * parts, 1), 1)
+        part_bytes = ((slice_bytes + across - 1) // across + _ROW_BYTES - 1) // _ROW_BYTES * _ROW_BYTES
+        across = (slice_bytes + part_bytes - 1) // part_bytes
+        return rows, part_bytes, across, parts * across
+    else:
+        return rows, slice_bytes, 1, parts
 
 
 @gluon.jit
 def push_partition(
     ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr, WARPS: gl.constexpr = 2,
-    trace_ptr=None, first_piece=0,
+    trace_ptr=None, first_piece=0, DIVIDE_ROWS: gl.constexpr = False,
 ):
     """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
@@ -123,11 +142,13 @@ def push_partition(
         of a slot)
     scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
+    DIVIDE_ROWS: divide rows if there are fewer parts than these programs; it takes registers
     first_piece: of these work items in a trace
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard
     ranks = num_ranks(ctx)
-    part_rows, parts = parts_of_slice(chunk_rows, slice_bytes, ranks)
+    sizes = parts_of_slice(chunk_rows, slice_bytes, ranks, num_chunks * slices, num_workers, DIVIDE_ROWS)
+    parts = sizes[3]
     num_items = num_chunks * slices * parts
     if not COPY_OWN:
         num_items = gl.where(ranks > 1, num_items, 0)
@@ -140,10 +161,10 @@ def push_partition(
             trace = trace_ptr, first_piece + item
             mark_by_warps(trace, "starts", WARPS)
             mark_by_warps(trace, "pushes", WARPS, ALL_PEERS)
-            rest = item // parts
+            chunk, slice_id = item // parts // slices, item // parts % slices
             _push_part(
-                ctx, x, half, signal, shard, scales, rest // slices, rest % slices, item % parts, part_rows, parts,
-                COPY_OWN, WARPS,
+                ctx, x, half, signal, shard, scales, chunk, slice_id, item % parts, sizes, COPY_OWN, WARPS,
+                DIVIDE_ROWS,
             )
             mark_by_warps(trace, "ends", WARPS)
             item = item_of_warps(answer)

@@ -27,7 +27,8 @@ class MoeTpConfig:
             GEMM.
         tiles: Tile of the GEMMs, see ``Tiles``. None selects the default for the device and shape.
         num_comm_sms: Number of programs that push tokens concurrently. They compute tiles afterwards, like the others.
-        chunk_rows: Number of tokens per chunk, which is sent with one signal; a multiple of 16.
+        chunk_rows: Maximum number of tokens per chunk, which is sent with one signal; a multiple of 16. The chunks of a
+            rank have about the same size.
         stages: Number of overlap stages, 1 to 8. The first stage has this rank's tokens, the others share the tokens of
             the peers. Each stage reads the weights of the experts once. 0 selects the number by a cost model.
         warp_specialize: Whether different warps of a program may load, multiply, store, and push or add rows. They do

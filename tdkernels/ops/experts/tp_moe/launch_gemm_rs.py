@@ -20,7 +20,18 @@ from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 if TYPE_CHECKING:
+    from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
+# With fewer pieces than _LEAST_PIECES there are warps that have nothing to add, so pieces are narrower.
+_LEAST_PIECES, _NARROW = 128, 256
+
+
+def sum_piece_of(n: int, routing: "MoeRouting") -> "Piece":
+    """Return the Piece that sums rows of n elements."""
+    piece = piece_of(n, routing)
+    pieces = routing.world_size * cdiv(routing.tokens, piece.tokens) * cdiv(n, piece.columns)
+    return piece._replace(columns=min(piece.columns, _NARROW)) if pieces < _LEAST_PIECES else piece
 
 
 def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config, scales=None):
@@ -35,7 +46,7 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config, 
         routing.num_stages, tiles.group_m,
     )
     return args, {
-        "RANKS": routing.world_size, "PIECE": piece_of(n, routing), "ROUND_OWN": is_batch_invariant(),
+        "RANKS": routing.world_size, "PIECE": sum_piece_of(n, routing), "ROUND_OWN": is_batch_invariant(),
         "trace_ptr": None, **constants,
     }
 
@@ -54,7 +65,7 @@ def compile(
     if launch_specialized.supports_gemm_rs(h, weight_layout(w)[0], routing.world_size, config):
         out = h.new_empty(1, w.shape[1])
         launch_specialized.compile_gemm_rs(
-            ctx, h, w, routing, routed, weights, out, piece_of(w.shape[1], routing), config
+            ctx, h, w, routing, routed, weights, out, sum_piece_of(w.shape[1], routing), config
         )
         return
     args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
@@ -97,7 +108,7 @@ def _prepare(workspace, routing, operands, config, scales):
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     z, out = (output_spec(h, rows, n, dtype=out_dtype_of(h, scales)) for rows in (tokens, h.shape[0]))
-    piece = piece_of(n, routing)
+    piece = sum_piece_of(n, routing)
     of_shard = routing.num_chunks * (routing.chunk_rows // piece.tokens) * cdiv(n, piece.columns)
     fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}
     fields = fields if scales is None else {**fields, **scales.fields}

@@ -96,16 +96,17 @@ def ag_gemm_arguments(
     constants = grouped_gemm.product_constants(w, layout, scales)
     is_pair = layout[0] > w.shape[0]
     tiles = table.shape[0] * cdiv(layout[1], SPECIALIZED_TILE[1] // (2 if is_pair else 1))
-    pushes = _num_pushes(routing, k * x.element_size()) if num_comm else 0
+    pushes = _num_pushes(routing, k * x.element_size(), num_comm)
     trace = recorder.buffer(x.device, tiles + pushes, all_run=False, by_warps=True)
     return args, {"CHOICES": routing.num_choices, "PAIR": is_pair, "trace_ptr": trace, **constants}
 
 
-def _num_pushes(routing, row_bytes):
+def _num_pushes(routing, row_bytes, num_comm):
     """Return the number of work items of ``push_partition``."""
-    if routing.world_size == 1:
+    if routing.world_size == 1 or not num_comm:
         return 0
-    return routing.num_chunks * num_parts(min(routing.chunk_rows, routing.tokens), row_bytes, routing.world_size)
+    chunks, chunk_rows = routing.num_chunks, min(routing.chunk_rows, routing.tokens)
+    return chunks * num_parts(chunk_rows, row_bytes, routing.world_size, chunks, num_comm)
 
 
 def compile_ag_gemm(

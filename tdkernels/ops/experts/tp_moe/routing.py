@@ -9,6 +9,7 @@ import torch
 
 from tdkernels.ops.collectives.async_all_gather import slot_rows_of
 from tdkernels.ops.collectives.op import all_gather
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_route import (
     MAX_STAGES,
     TILE_WORDS,
@@ -18,7 +19,7 @@ from tdkernels.ops.experts.tp_moe.kernel_route import (
     moe_place_kernel,
     moe_scales_kernel,
 )
-from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime.kernel_launch import (
     CALL_NUMBER,
     Launch,
@@ -70,7 +71,7 @@ class MoeRouting:
         tokens: Number of tokens per rank, M / W.
         num_experts: Number of experts E.
         num_choices: Number of experts per token, k.
-        chunk_rows: Number of tokens per chunk.
+        chunk_rows: Number of tokens per chunk, at most that of the config.
         num_chunks: Number of chunks of a rank's tokens.
         num_stages: Number of overlap stages.
         sizes: Tuple of all numbers that determine a launch.
@@ -85,11 +86,11 @@ class MoeRouting:
         self.tokens, self.num_experts = tokens, num_experts
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
-        self.chunk_rows = chunk_rows
-        self.num_chunks = cdiv(tokens, chunk_rows)
+        self.chunk_rows = _equal_chunk(tokens, chunk_rows)
+        self.num_chunks = cdiv(tokens, self.chunk_rows)
         # At most one stage per chunk of the peers.
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
-        self.sizes = self.world_size, tokens, num_experts, self.num_choices, chunk_rows, self.num_stages
+        self.sizes = self.world_size, tokens, num_experts, self.num_choices, self.chunk_rows, self.num_stages
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
         self.splits, self.choices, self.rows = new(num_experts), new(ids.numel()), new(ids.shape)
         self._tilings: dict[int, Tiling] = {}
@@ -120,6 +121,14 @@ class MoeRouting:
             workspace = get_workspace(self.group, self.ids.device, "moe_route", across_nodes=True)
             self._tilings[tile_rows] = _tile(workspace, self, tile_rows)
         return self._tilings[tile_rows]
+
+
+def _equal_chunk(tokens, most):
+    """Return the number of tokens of a chunk, at most ``most``. All chunks have about the same size.
+
+    Otherwise the last chunk would have signals, and work items that add rows, without tokens.
+    """
+    return round_up(cdiv(max(tokens, 1), max(cdiv(tokens, most), 1)), BLOCK_TOKENS)
 
 
 def _error_of_note(operator, num_experts, name, kind, count, *_):

@@ -3,12 +3,13 @@
 See ``specialized_protocol``.
 """
 
+import itertools
 from collections import Counter
 from functools import partial
 
 import numpy as np
 
-from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROWS
+from tdkernels.ops.common.tile_config import PUSHED_BYTES, PUSHED_ROW_BYTES, PUSHED_ROWS, num_parts
 from tdkernels.rounding import cdiv, round_up
 from tests.ops.experts.tp_moe.specialized_protocol import (
     HALF,
@@ -34,8 +35,8 @@ class GatherRun:
         choose = self.schedule.random
         self.ranks, self.rows, self.chunk_rows, self.stages, self.programs = ranks, rows, chunk_rows, stages, programs
         self.me, self.num_chunks = choose.randrange(ranks), cdiv(rows, chunk_rows)
-        self.row_bytes = 2048
-        self.num_comm = choose.randint(1, programs + 2) if ranks > 1 else 0
+        self.row_bytes = choose.choice([2048, 6160])
+        self.num_comm = choose.choice([choose.randint(1, programs + 2), 40]) if ranks > 1 else 0
         self.peers_wait = choose.random() < 0.5
         self.slot_bytes = round_up(rows, 8) * self.row_bytes
         self.arrived, self.items = set(), 0
@@ -70,7 +71,7 @@ class GatherRun:
             signal_at=self._signal_at, flag_at=lambda ctx, index: index, wait_each=self._wait_each,
             request_by_warps=self._request, item_of_warps=lambda answer: answer, is_last_arriver_of_warps=self._is_last,
             notify_all_by_warps=self._notify, ALL_PEERS=-2, mark_by_warps=self._mark, PUSHED_BYTES=PUSHED_BYTES,
-            PUSHED_ROWS=PUSHED_ROWS,
+            PUSHED_ROWS=PUSHED_ROWS, PUSHED_ROW_BYTES=PUSHED_ROW_BYTES,
         )
         code["_copy"] = self._push
         return code
@@ -125,11 +126,14 @@ class GatherRun:
     def _push(self, ctx, half, offset, src, first, row_bytes, rows, num_bytes, warps):
         assert warps == num_warps() and first == 1 and half == HALF
         self.schedule.until()
-        assert offset - self.me * self.slot_bytes == src and row_bytes == num_bytes == self.row_bytes
-        assert src % row_bytes == 0
+        assert offset - self.me * self.slot_bytes == src and row_bytes == self.row_bytes
+        begin = src % row_bytes
+        assert begin % PUSHED_ROW_BYTES == 0 and begin + num_bytes <= row_bytes
+        blocks = range(begin // PUSHED_ROW_BYTES, cdiv(begin + num_bytes, PUSHED_ROW_BYTES))
         for step in range(first, self.ranks):
             for row in range(rows):
-                self.pushed[(self.me + step) % self.ranks, src // row_bytes + row] += 1
+                for block in blocks:
+                    self.pushed[(self.me + step) % self.ranks, src // row_bytes + row, block] += 1
             self.schedule.until()
 
     def _is_last(self, flag, count, warps):
@@ -144,20 +148,26 @@ class GatherRun:
         source, chunk = divmod(number, self.num_chunks)
         rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
         for peer in (rank for rank in range(self.ranks) if rank != self.me):
-            assert source == self.me and all(self.pushed[peer, row] for row in rows)
+            assert source == self.me and all(self.pushed[peer, row, block] for row in rows for block in self._blocks())
             self.signals[peer, chunk] += 1
 
     def _mark(self, trace, kind, warps, peer=-1):
         assert trace[0] == "trace" and warps == num_warps()
         self.marks.setdefault(trace[1], []).append(kind)
 
+    def _blocks(self):
+        """Return the blocks of a row that are copied at a time."""
+        return range(cdiv(self.row_bytes, PUSHED_ROW_BYTES))
+
     def _check_pushes(self):
         first = 3 * MAX_STAGES
         assert sorted(self.marks) == list(range(first, first + len(self.marks)))
         assert all(kinds == ["starts", "pushes", "ends"] for kinds in self.marks.values())
-        assert bool(self.marks) == (self.ranks > 1)
+        parts = num_parts(min(self.chunk_rows, self.rows), self.row_bytes, self.ranks, self.num_chunks, self.num_comm)
+        assert len(self.marks) == (self.num_chunks * parts if self.ranks > 1 else 0)
         peers = [rank for rank in range(self.ranks) if rank != self.me]
-        assert self.pushed == {(peer, row): 1 for peer in peers for row in range(self.rows)}
+        each = itertools.product(peers, range(self.rows), self._blocks())
+        assert self.pushed == dict.fromkeys(each, 1)
         assert self.signals == {(peer, chunk): 1 for peer in peers for chunk in range(self.num_chunks)}
 
 

@@ -1,16 +1,26 @@
 """The routing of tp_moe: the exact order of rows, and the parts of the messages of all ranks."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tdkernels.ops.experts.tp_moe.kernel_route import BY_EXPERT
-from tdkernels.ops.experts.tp_moe.routing import route
+from tdkernels.ops.experts.tp_moe.routing import _equal_chunk, route
 from tdkernels.rounding import cdiv
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import device, on_ranks
 
 TILE_ROWS = 16
+
+
+def test_chunks_have_about_the_same_size():
+    for tokens, most in itertools.product([0, 1, 15, 16, 17, 40, 255, 256, 257, 300, 1000, 4096], [16, 48, 256]):
+        rows = _equal_chunk(tokens, most)
+        chunks = cdiv(tokens, rows)
+        assert rows % 16 == 0 and 16 <= rows <= most and chunks <= cdiv(tokens, most)
+        assert chunks * rows - tokens < 16 * chunks or not tokens, "a chunk has 16 tokens too many"
 
 
 def _tokens_in_order_of_arrival(tokens, chunk_rows):
@@ -37,7 +47,7 @@ def checks_routing(tokens, choices, experts, chunk_rows, stages, ids_dtype, weig
     scale_x = None if weights is None else scales[mine].to(device())
     with poisoned_outputs():
         routing = route("tp_moe", own[0], experts, dist.group.WORLD, chunk_rows, TILE_ROWS, stages, own[1], scale_x)
-    order = torch.tensor(_tokens_in_order_of_arrival(tokens, chunk_rows))
+    order = torch.tensor(_tokens_in_order_of_arrival(tokens, routing.chunk_rows))
     assignments = (order[:, None] * choices + torch.arange(choices)).flatten()
     expected = torch.cat([assignments[ids.flatten()[assignments] == expert] for expert in range(experts)])
     found = routing.choices.cpu().long()

@@ -66,6 +66,10 @@ MUTANTS = {
         "gl.minimum(chunk_rows, M_shard), row_bytes, 1", "gl.minimum(chunk_rows, M_shard), row_bytes // 2, 1",
     ),
     "slots have no padding": ("row_bytes, 1, num_chunks, slot_bytes", "row_bytes, 1, num_chunks, M_shard * row_bytes"),
+    "only the first bytes of a row are pushed": ("byte = part % across * part_bytes", "byte = 0 * part"),
+    "the parts of a row overlap": ("gl.minimum(part_bytes, num_bytes - byte)", "num_bytes - byte"),
+    "each part of a row has rows of its own": ("part // across * part_rows", "part * part_rows"),
+    "a chunk is complete without the parts of its rows": ("across, parts * across", "across, parts"),
     "too few programs push": ("    if num_comm > 0:\n", "    if program > 0:\n"),
 }
 

@@ -1,10 +1,13 @@
 """Sums of tokens by the warp-specialized moe_gemm_rs, on the CPU and in random order."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tdkernels.ops.experts.tp_moe import launch_gemm_rs
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
 from tdkernels.ops.experts.tp_moe.launch_specialized import packed, slices_of
 from tdkernels.ops.experts.tp_moe.specialized import slices
 from tdkernels.rounding import next_power_of_2, round_up
@@ -22,7 +25,7 @@ from tests.support.thread_schedule import Stuck
 
 MAX_SLICES, NO_SLICE = slices.MAX_SLICES.value, slices.NO_SLICE.value
 
-BLOCK_COLUMNS = 512
+BLOCK_COLUMNS, NARROW = 512, launch_gemm_rs._NARROW
 
 
 def _columns(n):
@@ -31,14 +34,24 @@ def _columns(n):
 
 def test_slices():
     """A slice has whole blocks of columns, and there are at most as many as the kernel can take."""
-    for n in [*range(8, 9000, 8), *range(9000, 40000, 264), 1 << 17, 1 << 18]:
-        columns = _columns(n)
+    widths = [*range(8, 9000, 8), *range(9000, 40000, 264), 1 << 17, 1 << 18]
+    for n, most in itertools.product(widths, (BLOCK_COLUMNS, NARROW)):
+        columns = min(_columns(n), most)
         firsts, unit = slices_of(n, columns)
         assert unit * 256 % columns == 0 and len(firsts) <= MAX_SLICES and firsts[0] == 0
         assert sorted(set(firsts)) == firsts and firsts[-1] * unit * 256 < n and firsts[-1] < NO_SLICE
         number = packed(firsts)
         assert 1 << 32 < number < 1 << 63, "Triton would pass it as a number of another type"
         assert [number >> 8 * i & 255 for i in range(8)] == firsts + [NO_SLICE] * (8 - len(firsts))
+
+
+@pytest.mark.parametrize("tokens, n, ranks, columns", [
+    (16, 4096, 8, 256), (17, 4096, 8, 512), (16, 8192, 8, 512), (1, 200, 2, 256), (1, 100, 2, 128), (512, 4096, 8, 512),
+])
+def test_width_of_pieces(tokens, n, ranks, columns):
+    """Pieces are narrower if there are fewer than 128."""
+    routing = SimpleNamespace(world_size=ranks, tokens=tokens, num_choices=2)
+    assert launch_gemm_rs.sum_piece_of(n, routing) == Piece(16, columns, 2)
 
 
 # Tokens of a rank, N, tokens of a chunk, rows of tiles.
@@ -52,8 +65,8 @@ SUMS = [
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("has_large", [False, True])
 def test_sums_in_any_order(ranks, rows, n, chunk_rows, tile_rows, has_large):
-    columns = _columns(n)
     for seed in range(SEEDS):
+        columns = min(_columns(n), NARROW if seed % 2 else BLOCK_COLUMNS)
         sizes = ranks, rows, n, columns, slices_of(n, columns), chunk_rows, tile_rows
         AddRun(seed, *sizes, 1 + seed % 3, None if has_large else 0, own_delay=1 + seed % 5)()
 

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from tdkernels.lang.gluon_memory import reinterpret
 from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
 from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
@@ -32,7 +33,7 @@ from tdkernels.ops.common.specialized.output import pass_on
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.experts.grouped_gemm.swiglu import swiglu
 
-_ROWS = gl.constexpr(8)  # of a half that are stored at a time by the threads
+_ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # of a half that are stored at a time; a unit of its swizzle
 _NO_ROW = gl.constexpr(0x7FFFFFFF)
 
 # ---- tiles ----
@@ -157,15 +158,24 @@ def pass_swiglu_and_input(
 
 @gluon.jit
 def _store_rows(out, ptr, row, col, end, width, N):
-    """Store HALF_M rows of half a tile in [R, width] at (row, col), as far as they are before ``end`` and N."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
-    for first in gl.static_range(0, HALF_M, _ROWS):
-        if row + first < end:
-            offs_m = row + first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
-            offs_n = col + gl.arange(0, HALF_N, layout=gl.SliceLayout(0, layout))
-            mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
-            at = ptr + offs_m[:, None].to(gl.int64) * width + offs_n[None, :]
-            gl.store(at, out.slice(first, _ROWS, 0).load(layout), mask=mask)
+    """Store HALF_M rows of half a tile in [R, width] at (row, col), as far as they are before ``end`` and N.
+
+    One warp would wait for the instructions of straight-line code more than for anything else. So this is a loop.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    parts: gl.constexpr = HALF_N // _COLUMNS
+    # In shared memory, all rows of the first _COLUMNS columns come before those of the next ones.
+    blocks = reinterpret(out, out.dtype, [parts * (HALF_M // _ROWS), _ROWS, _COLUMNS], out.layout)
+    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, layout))
+    at = ptr + (row + rows)[:, None].to(gl.int64) * width + (col + columns)[None, :]
+    for number in range((gl.minimum(end - row, HALF_M) + _ROWS - 1) // _ROWS):
+        inside = (rows < end - row - number * _ROWS)[:, None]
+        for part in gl.static_range(parts):
+            values = blocks.index(part * (HALF_M // _ROWS) + number).load(layout)
+            mask = inside & (part * _COLUMNS + columns < N - col)[None, :]
+            gl.store(at + part * _COLUMNS, values, mask=mask)
+        at += _ROWS * width
 
 
 @gluon.jit

@@ -53,7 +53,8 @@ def _push(shard, program, num_comm, trace_ptr, tiles):
     shard = M_shard, row_bytes, gl.minimum(chunk_rows, M_shard), row_bytes, 1, num_chunks, slot_bytes
     if num_comm > 0:
         push_partition(
-            ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1, trace_ptr, first_piece
+            ctx, x_at, half, signal, shard, (None, 0, 0), program, num_comm, False, 1, trace_ptr, first_piece,
+            DIVIDE_ROWS=True,
         )
 
 
