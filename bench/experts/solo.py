@@ -96,10 +96,12 @@ def _configs(case):
     sizes = case.shape.tokens, case.shape.choices, case.shape.experts, 2 * layer.inner, case.shape.hidden
     sizes += tp_moe.DTYPE, rank_device()
     default = tp_moe.tp_moe_config.default_config(*sizes)
-    kinds = {
-        kind: tp_moe.tp_moe_config.completed(replace(default, warp_specialize=flag), *sizes, activation="swiglu")
-        for kind, flag in (("portable", False), ("specialized", True))
-    }
+    kinds = {}
+    for kind, flag in (("portable", False), ("specialized", True)):
+        asked = replace(default, tiles=None, warp_specialize=flag)
+        config = tp_moe.tp_moe_config.completed(asked, *sizes, activation="swiglu")
+        if config.warp_specialize == flag:
+            kinds[kind] = config
     return {
         f"{kind} {stages}": replace(config, stages=stages) for kind, config in kinds.items() for stages in case.stages
     }

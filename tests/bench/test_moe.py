@@ -120,7 +120,7 @@ def test_all_kernels_are_measured_in_solo_mode():
     with RankPool(1, "cpu") as pool:
         pool.run(enter_solo_mode, 2)
         table = solo.rows(case, pool.run(solo.measure, case, 0)[0])
-    methods = ["group_gemm", "portable 0", "portable 2", "specialized 0", "specialized 2"]
+    methods = ["group_gemm", "portable 0", "portable 2"]  # the others need Hopper
     assert [(row["pass"], row["method"]) for row in table] == [(one, name) for one in solo.KERNELS for name in methods]
     wire_ms = 512 * 32 * 2 / 1e-3 / 1e6  # tokens of the peer
     for row in table:

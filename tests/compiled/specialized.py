@@ -19,7 +19,8 @@ from tdkernels.ops.experts.grouped_gemm.layout import memory_layout
 from tdkernels.ops.experts.grouped_gemm.specialized.kernel import group_gemm_specialized_kernel
 from tdkernels.ops.experts.grouped_gemm.specialized.kernel_weights import group_gemm_weights_specialized_kernel
 from tdkernels.ops.experts.tp_moe import launch_specialized as launch_tp_moe
-from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched, piece_of
+from tdkernels.ops.experts.tp_moe.launch_ag_gemm import Launched
+from tdkernels.ops.experts.tp_moe.launch_gemm_rs import sum_piece_of
 from tdkernels.ops.experts.tp_moe.specialized.kernel_ag_gemm import moe_ag_gemm_specialized_kernel
 from tdkernels.ops.experts.tp_moe.specialized.kernel_gemm_rs import moe_gemm_rs_specialized_kernel
 from tdkernels.rounding import cdiv
@@ -137,14 +138,15 @@ def moe_ag_gemm_launch(choices, dtype, activation=None, w_is_kn=False, keep=Fals
     return moe_ag_gemm_specialized_kernel, args, constants
 
 
-def moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn=False, weighted=True, scaling="fast"):
-    """Return (kernel, args, kwargs) for 8 experts."""
+def moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn=False, weighted=True, scaling="fast", narrow=False):
+    """Return (kernel, args, kwargs) for 8 experts. ``narrow``: with the pieces of few tokens"""
     routing, w, scales, out, numbers, words = _moe_operands(ranks, 8, choices, dtype, w_is_kn, scaling)
     rows = ranks * ROWS * choices
+    few = SimpleNamespace(**vars(routing) | {"tokens": 1}) if narrow else routing
     args, constants = launch_tp_moe.gemm_rs_arguments(
         words, torch.empty(rows, K, dtype=dtype), w, routing, (numbers, numbers, numbers),
         torch.empty(64) if weighted else None, words, torch.empty(rows, N, dtype=out),
-        torch.empty(ROWS, N, dtype=out), PLAN, piece_of(N, routing), MoeTpConfig(tiles=TILES), scales,
+        torch.empty(ROWS, N, dtype=out), PLAN, sum_piece_of(N, few), MoeTpConfig(tiles=TILES), scales,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return moe_gemm_rs_specialized_kernel, args, constants

@@ -235,13 +235,15 @@ def test_moe_ag_gemm(choices, dtype, activation, w_is_kn, keep):
     check_gather(code, GATHER_SPILLS)
 
 
-@pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted", [
-    (8, 2, BF16, False, True), pytest.param(2, 1, FP16, True, False, marks=thorough),
-    pytest.param(4, 8, BF16, False, True, marks=thorough),
+@pytest.mark.parametrize("ranks, choices, dtype, w_is_kn, weighted, narrow", [
+    (8, 2, BF16, False, True, False), pytest.param(2, 1, FP16, True, False, False, marks=thorough),
+    pytest.param(4, 8, BF16, False, True, False, marks=thorough),
+    pytest.param(8, 2, BF16, False, True, True, marks=thorough),
+    pytest.param(4, 12, BF16, False, True, True, marks=thorough),
 ], ids=str)
-def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
-    launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted)
-    check(compile_for(*launch, "sm_90"), [256], SUMS_STACK, most_spills=4)
+def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted, narrow):
+    launch = moe_gemm_rs_launch(ranks, choices, dtype, w_is_kn, weighted, narrow=narrow)
+    check(compile_for(*launch, "sm_90"), [256], max(SUMS_STACK, 160 if narrow else 0), most_spills=4)
 
 
 @pytest.mark.parametrize("launch, loops, most_spills, gathers", [
@@ -249,7 +251,10 @@ def test_moe_gemm_rs(ranks, choices, dtype, w_is_kn, weighted):
     (lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="block"), 2, SUMS_SPILLS, False),
     (lambda: moe_ag_gemm_launch(2, E4M3, "swiglu", scaling="row"), 2, 4, True),
     pytest.param(lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="row"), 2, SUMS_SPILLS, False, marks=thorough),
-], ids=["moe_ag_gemm", "moe_gemm_rs", "moe_ag_gemm, row", "moe_gemm_rs, row"])
+    pytest.param(
+        lambda: moe_gemm_rs_launch(4, 2, E4M3, scaling="row", narrow=True), 2, SUMS_SPILLS, False, marks=thorough
+    ),
+], ids=["moe_ag_gemm", "moe_gemm_rs", "moe_ag_gemm, row", "moe_gemm_rs, row", "moe_gemm_rs, row, narrow"])
 def test_tp_moe_with_two_accumulators(launch, loops, most_spills, gathers):
     code = check_promoted(compile_for(*launch(), "sm_90"), loops, max(192, SUMS_STACK))
     check_loops(code, "GMMA", most_spills)

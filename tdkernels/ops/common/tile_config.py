@@ -13,7 +13,7 @@ from tdkernels.runtime import gpu
 SPECIALIZED_TILE = 128, 256  # the only tile of the warp-specialized kernels: M, N
 PUSHED_BYTES = 64 << 10  # that a program of these kernels pushes at a time, to all peers together
 PUSHED_ROWS = 4  # that it loads at a time: a piece has a multiple of them
-PUSHED_ROW_BYTES = 2 << 10  # that it loads of each of these rows at a time
+PUSHED_ROW_BYTES = 2 << 10  # bytes of a row that a program loads at a time
 STEP_BYTES = 128  # of a row of an operand in a step of K, with these kernels: 64 elements of 16 bits, or 128 of fp8
 _LEAST_BLOCK_K_OF_FP8 = 32  # an instruction of the tensor cores multiplies 32 elements
 

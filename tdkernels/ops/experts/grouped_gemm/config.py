@@ -71,11 +71,12 @@ def num_waves(rows: int, n: int, groups: int, device: torch.device) -> float:
     With fewer tiles than multiprocessors, small tiles are faster. With more, that kernel is faster for groups of any
     size: the time of a few rows is that of reading the weights, and its tiles read each weight once.
 
-    Rows and groups are as in ``default_config``. The number is 0 on other devices, and if half of a tile is empty.
+    Arguments are those of ``default_config``. The number is 0 on devices without CUDA, and if n is at most half of the
+    columns of a tile.
     """
     if device.type != "cuda" or n <= LARGE.block_n // 2:
         return 0.0
-    # If there are fewer rows than groups, each row has a group of its own.
+    # If there are fewer rows than groups, assume that each row belongs to another group.
     return min(groups, rows) * LARGE.count(max(rows // groups, 1), n) / gpu.num_sms(device)
 
 

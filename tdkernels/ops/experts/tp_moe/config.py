@@ -13,8 +13,8 @@ from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.runtime import gpu
 
 # Waves from which the warp-specialized kernels are faster. As one of 8 ranks on an H200 (solo mode) they take 0.70 to
-# 1.00 of the time with 112 and 128 tiles, 0.85 to 1.06 with 64, and 1.04 to 1.20 with 32. An exception is moe_ag_gemm
-# for groups of 128 rows or more: 0.85 to 0.90 with 4 to 64 tiles.
+# 1.00 of the time with 112 and 128 tiles, and 1.04 to 1.20 with 16 to 64. An exception is moe_ag_gemm for groups of 128
+# rows or more: 0.85 to 0.90 with 4 to 64 tiles.
 _LEAST_WAVES = 0.8
 
 
@@ -73,11 +73,13 @@ def invariant_config(dtype: torch.dtype, device: torch.device, layout: str | Non
     return replace(default_config(1, 1, 1, 1, 1, dtype, device), tiles=invariant_tiles(dtype, device, layout))
 
 
-def completed_invariant(config: MoeTpConfig | None, dtype: torch.dtype, device: torch.device) -> MoeTpConfig:
+def completed_invariant(
+    config: MoeTpConfig | None, dtype: torch.dtype, device: torch.device, layout: str | None = None
+) -> MoeTpConfig:
     """Return the config of a call in the batch-invariant mode, which has tiles, for the config that it was given."""
     if config is None:
-        return invariant_config(dtype, device)
-    return config if config.tiles is not None else replace(config, tiles=invariant_tiles(dtype, device))
+        return invariant_config(dtype, device, layout)
+    return config if config.tiles is not None else replace(config, tiles=invariant_tiles(dtype, device, layout))
 
 
 def default_config(
@@ -95,7 +97,7 @@ def default_config(
         layout: The layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
     rows = tokens * choices
-    if num_waves(rows, n, experts, device) > _LEAST_WAVES and suits(LARGE, n, k, dtype, device, layout):
+    if num_waves(rows, n, experts, device) >= _LEAST_WAVES and suits(LARGE, n, k, dtype, device, layout):
         return MoeTpConfig(tiles=LARGE, warp_specialize=True)
     tiles = default_tiles(rows // experts, n, dtype, device)
     return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16) if device.type == "cpu" else MoeTpConfig(tiles=tiles)
@@ -105,9 +107,10 @@ def completed(
     config: MoeTpConfig | None, tokens: int, choices: int, experts: int, n: int, k: int, dtype: torch.dtype,
     device: torch.device, layout: str | None = None, activation: str | None = None, is_kn: bool = False,
 ) -> MoeTpConfig:
-    """Return a config with the default tiles, or ``default_config`` if it is None.
+    """Return a config with tiles: the given one, with the default tiles if it has none, or ``default_config``.
 
-    ``warp_specialize`` remains set only if it is supported. Otherwise tiles are smaller for few rows.
+    If it has no tiles, ``warp_specialize`` remains set only if it is supported. Otherwise tiles are smaller for few
+    rows.
 
     Args:
         config: A config, or None.
@@ -116,6 +119,8 @@ def completed(
 
     The other arguments are those of ``default_config``.
     """
+    if config is not None and config.tiles is not None:
+        return config
     default = default_config(tokens, choices, experts, n, k, dtype, device, layout)
     asked = default if config is None else config
     if asked.warp_specialize and can_specialize(default.tiles, n, k, dtype, device, layout, activation, is_kn):

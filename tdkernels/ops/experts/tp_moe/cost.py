@@ -78,7 +78,9 @@ class MoeTunable(ConfigTunable):
         return config
 
     def _completed(self, config, problem, device):
-        """Return the config with the tiles of the first weight, or the default of that GEMM if it is None."""
+        """Return the config with tiles for the GEMM with the first weight, or that GEMM's default config if ``config``
+        is None.
+        """
         sizes = problem.shape[0], problem.shape[-1], *self.weights(problem)[0], problem.torch_dtype, device
         activation, is_kn = activation_of(problem), problem.layout == "kn"
         return tp_moe_config.completed(config, *sizes, activation=activation, is_kn=is_kn)
@@ -197,9 +199,10 @@ class MoeTunable(ConfigTunable):
             moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # copy tokens to their rows
             return self._collective_s(wire, hardware) + moved + max(product, reading)
         rate = costs.push_rate(config.num_comm_sms, hardware)
-        chunks = (ranks - 1) * cdiv(cdiv(tokens, ranks), config.chunk_rows)
+        chunk_rows = routing.chunk_rows_of(cdiv(tokens, ranks), config.chunk_rows)
+        chunks = (ranks - 1) * cdiv(cdiv(tokens, ranks), chunk_rows)
         # Tiles wait for whole chunks, so the time of one chunk is not overlapped.
-        chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
+        chunk = min(chunk_rows, tokens // ranks) * row_bytes / rate
         wire = wire / rate + chunk + cdiv(chunks, config.num_comm_sms) * _CHUNK_S
         stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # 0: the best number
         return min(moe_stages.seconds_of_stages(n, ranks, wire, product, reading, 0.5 * tile) for n in stages)

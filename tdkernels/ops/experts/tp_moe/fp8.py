@@ -22,7 +22,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.fp8_weights import fp8_product, quantized, scale_kind
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
-from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, completed, invariant_config
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig, completed, completed_invariant
 from tdkernels.ops.experts.tp_moe.steps import (
     Configs,
     first_fields,
@@ -67,8 +67,7 @@ def _complete(config, tokens, choices, w, layout, activation=None):
     if config is not None and config.tiles is not None:
         return config
     if is_batch_invariant():
-        invariant = invariant_config(w.dtype, w.device, layout)
-        return invariant if config is None else replace(config, tiles=invariant.tiles)
+        return completed_invariant(config, w.dtype, w.device, layout)
     found = completed(config, tokens, choices, *w.shape, w.dtype, w.device, layout, activation)
     if found.warp_specialize:
         return replace(found, tiles=specialized_tiles(found.tiles, w.dtype))

@@ -77,7 +77,7 @@ def _add_up(
         tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
 
 
-# Compiled once per tile, number of ranks and top-k, for all shapes and plans.
+# Compiled once per tile, number of ranks, top-k and width of a piece, for all shapes and plans.
 @td.jit(do_not_specialize=[
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
 ])

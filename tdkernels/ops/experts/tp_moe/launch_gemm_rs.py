@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import Piece
     from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
-# With fewer pieces than _LEAST_PIECES there are warps that have nothing to add, so pieces are narrower.
+# With fewer pieces than _LEAST_PIECES some warps of the warp-specialized kernel have nothing to add, so pieces have
+# _NARROW columns. Their work items take 2 to 3 us instead of 5 (H200, 128 tokens on 8 ranks, bf16). The portable kernel
+# has the same pieces, since ranks may run either of them; it was not measured.
 _LEAST_PIECES, _NARROW = 128, 256
 
 
 def sum_piece_of(n: int, routing: "MoeRouting") -> "Piece":
-    """Return the Piece that sums rows of n elements."""
+    """Return the Piece that sums rows of n elements. It must be the same on all ranks."""
     piece = piece_of(n, routing)
     pieces = routing.world_size * cdiv(routing.tokens, piece.tokens) * cdiv(n, piece.columns)
     return piece._replace(columns=min(piece.columns, _NARROW)) if pieces < _LEAST_PIECES else piece

@@ -86,7 +86,7 @@ class MoeRouting:
         self.tokens, self.num_experts = tokens, num_experts
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
-        self.chunk_rows = _equal_chunk(tokens, chunk_rows)
+        self.chunk_rows = chunk_rows_of(tokens, chunk_rows)
         self.num_chunks = cdiv(tokens, self.chunk_rows)
         # At most one stage per chunk of the peers.
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
@@ -123,12 +123,12 @@ class MoeRouting:
         return self._tilings[tile_rows]
 
 
-def _equal_chunk(tokens, most):
-    """Return the number of tokens of a chunk, at most ``most``. All chunks have about the same size.
+def chunk_rows_of(tokens: int, max_rows: int) -> int:
+    """Return the number of tokens per chunk, at most ``max_rows``. All chunks have about the same size.
 
     Otherwise the last chunk would have signals, and work items that add rows, without tokens.
     """
-    return round_up(cdiv(max(tokens, 1), max(cdiv(tokens, most), 1)), BLOCK_TOKENS)
+    return round_up(cdiv(max(tokens, 1), max(cdiv(tokens, max_rows), 1)), BLOCK_TOKENS)
 
 
 def _error_of_note(operator, num_experts, name, kind, count, *_):
@@ -146,7 +146,7 @@ def route(
         topk_ids: Ids of this rank, [T, k]. T is the same on all ranks.
         num_experts: Number of experts.
         group: The process group.
-        chunk_rows: Number of tokens per chunk.
+        chunk_rows: Maximum number of tokens per chunk.
         tile_rows: Height of tiles for which a Tiling is computed right away.
         stages: Number of overlap stages.
         topk_weights: Routing weights [T, k] that are gathered with the ids, or None on all ranks.

@@ -17,7 +17,6 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatt
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, product_by_torch, weight_gradient
 from tdkernels.ops.experts.grouped_gemm.launch_weighted_rows import weighted_gradients
-from tdkernels.ops.experts.grouped_gemm.layout import is_stored_kn
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, launch_unfused
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
@@ -109,7 +108,7 @@ def config_of_gradient(
             "w": tuple(back.shape), "dtype": str(back.dtype),
         }
         config = select(operator, back, group, (sizes, *fields.values()), lambda: (sizes, "kn", fields)).config
-    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, back)
+    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, back, is_kn=True)
 
 
 def routing_of(
@@ -148,14 +147,16 @@ def tp_moe_configs(
     return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields, w_gate_up, w_down)
 
 
-def _complete(config, tokens, choices, w, activation=None):
-    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
-    if config is not None and config.tiles is not None:
-        return config
+def _complete(config, tokens, choices, w, activation=None, is_kn=False):
+    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens.
+
+    ``is_kn``: whether weights are stored as [K, N]. It does not follow from the strides of w, which may differ between
+    ranks. The config may not.
+    """
     if is_batch_invariant():
         return tp_moe_config.completed_invariant(config, w.dtype, w.device)
     sizes = tokens, choices, *w.shape, w.dtype, w.device
-    return tp_moe_config.completed(config, *sizes, activation=activation, is_kn=is_stored_kn(w))
+    return tp_moe_config.completed(config, *sizes, activation=activation, is_kn=is_kn)
 
 
 def _is_torch(config):

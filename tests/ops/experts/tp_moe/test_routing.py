@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.ops.experts.tp_moe.kernel_route import BY_EXPERT
-from tdkernels.ops.experts.tp_moe.routing import _equal_chunk, route
+from tdkernels.ops.experts.tp_moe.routing import chunk_rows_of, route
 from tdkernels.rounding import cdiv
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
 from tests.support.ranks import device, on_ranks
@@ -17,7 +17,7 @@ TILE_ROWS = 16
 
 def test_chunks_have_about_the_same_size():
     for tokens, most in itertools.product([0, 1, 15, 16, 17, 40, 255, 256, 257, 300, 1000, 4096], [16, 48, 256]):
-        rows = _equal_chunk(tokens, most)
+        rows = chunk_rows_of(tokens, most)
         chunks = cdiv(tokens, rows)
         assert rows % 16 == 0 and 16 <= rows <= most and chunks <= cdiv(tokens, most)
         assert chunks * rows - tokens < 16 * chunks or not tokens, "a chunk has 16 tokens too many"

@@ -147,6 +147,8 @@ def test_weights_of_the_backward(monkeypatch, hidden, of_rank, gradients):
 @pytest.mark.parametrize("tokens, choices, experts, n, k, dtype, specialized", [
     (8192, 2, 8, 4096, 1792, torch.bfloat16, True), (8192, 2, 8, 4096, 1792, torch.float32, False),
     (2048, 2, 8, 512, 1024, torch.float16, False),  # 64 tiles
+    (512, 2, 8, 3584, 4096, torch.bfloat16, True), (106, 1, 106, 256, 1024, torch.bfloat16, True),  # 112 and 106
+    (105, 1, 105, 256, 1024, torch.bfloat16, False),
     (128, 2, 64, 4096, 1792, torch.bfloat16, True), (8192, 2, 8, 4104, 1792, torch.bfloat16, False),
 ])
 def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, specialized):
@@ -163,10 +165,8 @@ def test_default_config(fake_hopper, tokens, choices, experts, n, k, dtype, spec
 ])
 def test_completed_config(fake_hopper, config, shape, activation, is_kn, supported):
     """Groups of 4 rows have large tiles only if the kernel is specialized."""
-    w = torch.empty(1, *shape[1:], dtype=torch.bfloat16, device="meta")
-    w = w.mT.contiguous().mT if is_kn else w
-    given = SimpleNamespace(shape=shape, stride=w.stride, dtype=w.dtype, device=fake_hopper)
-    found = steps._complete(config, 128, 2, given, activation)
+    w = SimpleNamespace(shape=shape, dtype=torch.bfloat16, device=fake_hopper)
+    found = steps._complete(config, 128, 2, w, activation, is_kn)
     specialized = supported and (config is None or config.warp_specialize)
     assert found.warp_specialize == specialized and found.stages == (config or found).stages
     assert found.tiles == (LARGE if specialized else default_tiles(4, shape[1], w.dtype, fake_hopper))

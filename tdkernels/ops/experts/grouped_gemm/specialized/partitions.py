@@ -33,7 +33,8 @@ from tdkernels.ops.common.specialized.output import pass_on
 from tdkernels.ops.common.specialized.store import store_half
 from tdkernels.ops.experts.grouped_gemm.swiglu import swiglu
 
-_ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # of a half that are stored at a time; a unit of its swizzle
+# Rows and columns that a warp stores at a time. The swizzle of shared memory repeats after them.
+_ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)
 _NO_ROW = gl.constexpr(0x7FFFFFFF)
 
 # ---- tiles ----
