@@ -142,7 +142,7 @@ def push_partition(
         of a slot)
     scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
-    DIVIDE_ROWS: divide rows if there are fewer parts than these programs; it takes registers
+    DIVIDE_ROWS: whether rows are divided if there are fewer parts than these programs; the loop needs more registers
     first_piece: of these work items in a trace
     """
     _, _, chunk_rows, slice_bytes, slices, num_chunks, _ = shard

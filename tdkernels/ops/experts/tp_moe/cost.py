@@ -64,9 +64,7 @@ class MoeTunable(ConfigTunable):
         return reason
 
     def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
-        if config.method == "torch" or config.tiles is not None:
-            return config
-        return self._completed(config, problem, device)
+        return config if config.method == "torch" else self._completed(config, problem, device)
 
     def invariant(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         return tp_moe_config.invariant_config(problem.torch_dtype, device)
@@ -74,7 +72,7 @@ class MoeTunable(ConfigTunable):
     def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         config = self._completed(None, problem, device)
         if config.warp_specialize and not self._can_specialize(problem, device):
-            config = self._completed(replace(config, warp_specialize=False), problem, device)
+            config = self._completed(replace(config, tiles=None, warp_specialize=False), problem, device)
         return config
 
     def _completed(self, config, problem, device):

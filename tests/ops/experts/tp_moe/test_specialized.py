@@ -190,6 +190,15 @@ def test_default_config_in_fp8(fake_hopper, scaling, changes, specialized, fast)
     assert config is None or found.stages == config.stages
 
 
+@pytest.mark.parametrize("hidden, specialized", [(8192, True), (8200, False)])
+def test_default_of_the_tuner_for_few_rows(fake_hopper, hidden, specialized):
+    """With H = 8200 only the first GEMM is supported. Then the tiles are those of the portable kernel."""
+    problem = Problem("tp_moe", "NVIDIA Testing", 2, 2, "bfloat16", "swiglu", (64, hidden, 4096, 64, 2))
+    config = tunable("tp_moe").default(problem, fake_hopper)
+    assert config.warp_specialize == specialized
+    assert config.tiles == (LARGE if specialized else default_tiles(2, 4096, torch.bfloat16, fake_hopper))
+
+
 @pytest.mark.parametrize("operator, layout, hidden, specialized", [
     ("tp_moe", "swiglu", 8192, True), ("tp_moe", "swiglu_interleaved", 8192, False), ("moe_gemm_rs", "kn", 8192, True),
     ("moe_gemm_rs", "kn", 8200, False), ("moe_ag_gemm", "kn", 8192, True), ("moe_ag_gemm", "none", 8192, True),
