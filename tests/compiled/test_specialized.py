@@ -400,8 +400,20 @@ def test_portable_kernel_with_slices(arch):
     assert waits[1] == 3 * waits[0]  # the compiler peels iterations, so there are several copies of the loop
 
 
-@pytest.mark.parametrize("experts, dtype", [(64, BF16), pytest.param(1024, FP16, marks=thorough)], ids=str)
+@pytest.mark.parametrize("experts, dtype", [
+    (64, BF16), pytest.param(8, BF16, marks=thorough), pytest.param(256, FP16, marks=thorough),
+    pytest.param(1024, FP16, marks=thorough),
+], ids=str)
 def test_group_gemm_weights(experts, dtype):
     compiled = compile_for(*group_gemm_weights_launch(experts, dtype), "sm_90")
-    check(compiled, [256], 32)
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    stack, code = machine_code(compiled)
+    assert not unwritten(code) and stack <= 32
+    text = "\n".join(instruction for _, instruction in code)
+    # For each partition, the first step, the other early ones, the main loop, and the last step, of which 64, 16 or 32
+    # rows are multiplied.
+    assert text.count("HGMMA.64x256x16") == text.count("GMMA.64x") == 2 * (3 * 4 + 4 + 1 + 2)
+    assert text.count(WAIT) == len(re.findall(r"WARPGROUP\.ARRIVE", text)) == 2 * 6
+    assert text.count("WARPGROUP.DEPBAR") == 2 * (6 + 4)  # otherwise ptxas serializes the products
+    check_loops(code, "GMMA")
     check_barriers(compiled)

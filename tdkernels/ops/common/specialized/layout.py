@@ -33,8 +33,8 @@ PROMOTE_REGISTERS = gl.constexpr([216, 72, 72, 72])  # with a second accumulator
 FULL, FREE, OUT_FULL, OUT_FREE = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8), gl.constexpr(9)
 NUM_BARRIERS = gl.constexpr(16)  # a power of two
 # Words of each stage for a work item: its number, and its place in three numbers, whose meaning depends on the kernel.
-# With split-K also its first step of K, its number of steps, and the split, see ``split_of``. The number of steps also
-# if it depends on the work item.
+# With split-K also its first step of K, its number of steps, and the split, see ``split_of``. If the number of steps
+# depends on the work item, also this number and that of the elements of K of the last step that are multiplied.
 ITEM_WORDS = gl.constexpr(8)
 NO_ITEM = gl.constexpr(-1)  # instead of a work item: there are no more
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N.value, 16]))  # of half a tile in fp32

@@ -63,7 +63,8 @@ def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP,
     """Pass on a work item and its place, three numbers, with the first step of its operands, number ``turn``.
 
     LAYOUT: layout of a vector in the partition that loads
-    span: (first step of K, number of steps, split) of ``split_of``, or (0, number of steps, 0) if items differ in it
+    span: (first step of K, number of steps, split) of ``split_of``. If items differ in the number of steps: (0, number
+        of steps, number of elements of K of the last step that are multiplied)
     """
     stage = await_stage(bars, turn)
     write_item(item_word(memory, stage, 0), item, LAYOUT)

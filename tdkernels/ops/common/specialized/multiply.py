@@ -36,22 +36,30 @@ from tdkernels.ops.common.specialized.split_k import add_splits, store_split
 
 @gluon.jit
 def _multiply_step(
-    memory, bars, acc, turn, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr, IS_FIRST: gl.constexpr
+    memory, bars, acc, turn, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr, IS_FIRST: gl.constexpr,
+    DEPTH: gl.constexpr = None,
 ):
     """Start to multiply the next step of a tile, and wait for the step before.
 
     Return (HALF_M rows and the first WIDTH columns of the product in fp32, number of steps so far). The product is
     complete after ``warpgroup_mma_wait``.
+
+    DEPTH: number of elements of K that are multiplied, the first ones, with W_IS_KN; None: all
     """
     x, w, _, _, _, _ = memory
     stage = await_operands(memory, bars, turn)
     weight = w.index(stage)
+    if DEPTH is not None:
+        weight = weight.slice(0, DEPTH, 0)
     if WIDTH != BLOCK_N:
         weight = weight.slice(0, WIDTH, 1 if W_IS_KN else 0)
     if not W_IS_KN:
         weight = weight.permute((1, 0))
     use_acc: gl.constexpr = not IS_FIRST
-    product = warpgroup_mma(x.index(2 * stage + WHICH), weight, acc, use_acc=use_acc, is_async=True)
+    rows = x.index(2 * stage + WHICH)
+    if DEPTH is not None:
+        rows = rows.slice(0, DEPTH, 1)
+    product = warpgroup_mma(rows, weight, acc, use_acc=use_acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=[product])
     if not IS_FIRST:
         mbarrier.arrive(bars.index(FREE + (turn + STAGES - 1) % STAGES), count=1)
@@ -75,11 +83,44 @@ def _begin_tile(memory, bars, steps, state, WHICH: gl.constexpr, WIDTH: gl.const
 
 
 @gluon.jit
-def _end_tile(memory, bars, acc, turn, steps, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr):
-    """Multiply the other steps of a tile. Return (complete product, number of steps so far)."""
-    for _ in range(EARLY_STEPS, steps):
+def _multiply_part(
+    memory, bars, acc, turn, depth, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr
+):
+    """Multiply the first ``depth`` elements of K of the last step: 16, 32 or all. Return what ``_multiply_step`` does.
+
+    Each branch waits for its product. Otherwise ptxas might serialize all products. With another order of the branches,
+    ptxas 12.8 omits an instruction (docs/performance/notes/host-and-compiler.md); test_specialized.py would find it.
+    """
+    if depth > 32:
         acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    elif depth == 16:
+        acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False, 16)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    else:
+        acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False, 32)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, turn
+
+
+@gluon.jit
+def _end_tile(
+    memory, bars, acc, turn, steps, depth, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr,
+    IN_PARTS: gl.constexpr,
+):
+    """Multiply the other steps of a tile. Return (complete product, number of steps so far).
+
+    depth: as for ``_multiply_part``, with IN_PARTS
+    IN_PARTS: whether only a part of the last step may be multiplied, if it is not one of the first EARLY_STEPS
+    """
+    for _ in range(EARLY_STEPS, steps - 1 if IN_PARTS else steps):
+        acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)
+    if not IN_PARTS:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    elif steps > EARLY_STEPS:
+        acc, turn = _multiply_part(memory, bars, acc, turn, depth, WHICH, WIDTH, W_IS_KN)
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(bars.index(FREE + (turn + STAGES - 1) % STAGES), count=1)
     return acc, turn
 
@@ -105,13 +146,17 @@ def halves_of(tile):
 
 @gluon.jit
 def _multiply_tile(
-    memory, bars, place, epilogue, first, steps, state, WHICH: gl.constexpr, SIDES: gl.constexpr,
+    memory, bars, place, epilogue, span, state, WHICH: gl.constexpr, SIDES: gl.constexpr,
     W_IS_KN: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
+    IN_PARTS: gl.constexpr = False,
 ):
-    """Multiply ``steps`` steps of K, from ``first`` on, of HALF_M rows of a tile, or of its first half if SIDES = 1.
+    """Multiply the steps of K of HALF_M rows of a tile, or of its first half if SIDES = 1.
 
     Return (halves of the product, result of PREPARE, numbers of steps and of halves so far).
+
+    span: (first step of K, number of steps, ``depth`` of ``_end_tile`` with IN_PARTS)
     """
+    first, steps, depth = span
     WIDTH: gl.constexpr = SIDES * HALF_N
     if PROMOTE:
         left, right, turn, number = begin_promoted(
@@ -125,7 +170,7 @@ def _multiply_tile(
             memory, bars, place, epilogue, (left, right), turn, first, steps, WHICH, SIDES, FACTORS
         )
     else:
-        acc, turn = _end_tile(memory, bars, acc, turn, steps, WHICH, WIDTH, W_IS_KN)
+        acc, turn = _end_tile(memory, bars, acc, turn, steps, depth, WHICH, WIDTH, W_IS_KN, IN_PARTS)
         if SIDES == 2:
             left, right = halves_of(acc)
         else:
@@ -159,21 +204,20 @@ def _end_split(
 def _compute(
     memory, bars, item, place, epilogue, span, splits, state, WHICH: gl.constexpr, W_IS_KN: gl.constexpr,
     EPILOGUE: gl.constexpr, PASS: gl.constexpr, PREPARE: gl.constexpr, PROMOTE: gl.constexpr, FACTORS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    SPLIT_K: gl.constexpr, IN_PARTS: gl.constexpr,
 ):
     """Compute HALF_M rows of a whole tile, or their sums over a range of K. Return the new state.
 
-    span: (first step of K, number of steps, split) as in ``split_of``
+    span: as ``_read_span`` returns it
     """
-    first, steps, split = span
     halves, loaded, turn, number = _multiply_tile(
-        memory, bars, place, epilogue, first, steps, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS
+        memory, bars, place, epilogue, span, state, WHICH, 2, W_IS_KN, PREPARE, PROMOTE, FACTORS, IN_PARTS
     )
     prepared = epilogue if PREPARE is None else (epilogue, loaded)
     if SPLIT_K:
         output = item, place, prepared
         number, kept, item = _end_split(
-            memory, bars, halves, output, number, state[2], split, splits, WHICH, EPILOGUE, PASS
+            memory, bars, halves, output, number, state[2], span[2], splits, WHICH, EPILOGUE, PASS
         )
     else:
         number, kept = PASS(memory, bars, halves, item, place, number, prepared, WHICH, EPILOGUE)
@@ -191,7 +235,7 @@ def _compute_half(
     """
     if HALF == HALF_COLUMNS:
         halves, loaded, turn, number = _multiply_tile(
-            memory, bars, place, epilogue, 0, steps, state, WHICH, 1, W_IS_KN, PREPARE, PROMOTE, FACTORS
+            memory, bars, place, epilogue, (0, steps, 0), state, WHICH, 1, W_IS_KN, PREPARE, PROMOTE, FACTORS
         )
         prepared = epilogue if PREPARE is None else (epilogue, loaded)
         half = EPILOGUE(halves[0], place, WHICH, 0, prepared).to(memory[2].dtype)
@@ -208,13 +252,17 @@ def _compute_half(
 
 @gluon.jit
 def _read_span(memory, stage, steps, SPLIT_K: gl.constexpr):
-    """Return (first step of K, number of steps, split) of the work item that begins with a stage."""
+    """Return (first step of K, number of steps, x) of the work item that begins with a stage.
+
+    x: with SPLIT_K the split as in ``split_of``. If each work item has its own steps, ``depth`` of ``_end_tile``
+    """
     if SPLIT_K:
         first = read_item(item_word(memory, stage, 4), FOUR_WARPS)
         count = read_item(item_word(memory, stage, 5), FOUR_WARPS)
         return first, count, read_item(item_word(memory, stage, 6), FOUR_WARPS)
     elif steps is None:
-        return 0, read_item(item_word(memory, stage, 5), FOUR_WARPS), 0
+        count = read_item(item_word(memory, stage, 5), FOUR_WARPS)
+        return 0, count, read_item(item_word(memory, stage, 6), FOUR_WARPS)
     else:
         return 0, steps, 0
 
@@ -228,7 +276,9 @@ def multiply_partition(
 ):
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
-    steps: number of steps of K, or None if each work item has its own, with NO_HALVES
+    steps: number of steps of K, or None if each work item has its own, with NO_HALVES and W_IS_KN. Then an item also
+        has the number of elements of K of its last step that are multiplied: 16, 32 or all. With at most EARLY_STEPS
+        steps, all are multiplied
     HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
     EPILOGUE: (HALF_M rows of half a tile in fp32, place, WHICH, half of the item, ``epilogue``) -> these rows in
         fp32, scaled or with a bias, before they are rounded
@@ -258,7 +308,7 @@ def multiply_partition(
         if (item % 2 if has_halves else 0) == 0:
             turn, number, kept, kept_item = _compute(
                 memory, bars, item, place, epilogue, span, splits, state, WHICH, W_IS_KN, EPILOGUE, PASS, PREPARE,
-                PROMOTE, FACTORS, SPLIT_K,
+                PROMOTE, FACTORS, SPLIT_K, steps is None,
             )
         else:
             turn, number, kept, kept_item = _compute_half(

@@ -104,14 +104,24 @@ MUTANTS = OF_ALL | {
     "a wait for the last rows is one of an earlier step": ("        phases ^= 1 << stage\n", ""),
     "all stages have the same phase": ("        phases ^= 1 << stage\n", "        phases ^= 15\n"),
     "zeros are not fenced": (_ZERO, _ZERO.replace("        fence_async_shared()\n", "")),
-    "some rows are not set to zero": ("            if first + _ROWS > count:\n", "            if first >= count:\n"),
+    "some rows are not set to zero": ("if (first + _ROWS > count) &", "if (first >= count) &"),
+    "the last rows are not set to zero": ("& (first < multiplied):", "& (first < multiplied - _ROWS):"),
+    "the number of rows is that of another tile": ("before, multiplied_before, phases)\n            before", (
+        "before, multiplied, phases)\n            before"
+    )),
+    "rows of the group are not multiplied": ("gl.where(count <= 32, 32, STEP)", "gl.where(count <= 33, 32, STEP)"),
+    "early steps are multiplied in parts": ("gl.where(steps > EARLY_STEPS, few, STEP)", "few"),
+    "the last step is multiplied twice": ("range(EARLY_STEPS, steps - 1 if IN_PARTS else steps)", (
+        "range(EARLY_STEPS, steps)"
+    )),
     "x is not set to zero": ("                _keep_rows(memory[1].index(stage), first, count)\n", ""),
     "the last step arrives before its zeros": (_AWAIT, _AWAIT + _ZERO.splitlines(True)[2]),
     "the last step of all is not passed on": (
-        "    _finish_step(memory, bars, turn + STAGES - 1, before, phases)\n    end_items", "    end_items"
+        "    _finish_step(memory, bars, turn + STAGES - 1, before, multiplied_before, phases)\n    end_items",
+        "    end_items",
     ),
-    "another step is finished": ("bars, turn + STAGES - 1, before, phases)\n            before", (
-        "bars, turn, before, phases)\n            before"
+    "another step is finished": ("turn + STAGES - 1, before, multiplied_before, phases)\n            before", (
+        "turn, before, multiplied_before, phases)\n            before"
     )),
     "a group without rows has no step": ("gl.maximum((end - begin + STEP - 1) // STEP, 1)", "(end - begin) // STEP"),
     "whole groups have a further step": ("(end - begin + STEP - 1) // STEP", "(end - begin) // STEP + 1"),

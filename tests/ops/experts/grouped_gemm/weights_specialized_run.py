@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 from tdkernels.ops.experts.grouped_gemm.specialized import weights
-from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, HALF_M, Barrier, Run, Weight, indexed
+from tests.ops.dense.specialized_protocol import BLOCK_K, BLOCK_M, HALF_M, Barrier, Cell, Run, Weight, indexed
 
 GROUP = 16 * BLOCK_K
 _FORM = {"dtype": "bf16", "block_type": SimpleNamespace(shape=(1, BLOCK_K, HALF_M)), "layout": None}
@@ -21,7 +21,12 @@ class WeightsRun(Run):
     def __init__(self, seed, items, source=None):
         super().__init__(seed, items, 0, source)
         self.bars += [Barrier(1) for _ in range(weights.LAST.value + weights.STAGES.value - len(self.bars))]
-        rows = 0, 1, 8, BLOCK_K - 1, BLOCK_K, BLOCK_K + 9, 3 * BLOCK_K, 7 * BLOCK_K + 63
+        self.memory = (
+            indexed(_Rows(cell.num_bytes) for cell in self.memory[0]), indexed(_Columns() for _ in self.memory[1]),
+            *self.memory[2:],
+        )
+        last_steps = [2 * BLOCK_K + rows for rows in (1, 16, 17, 32, 33)]
+        rows = 0, 1, 8, BLOCK_K - 1, BLOCK_K, BLOCK_K + 9, 3 * BLOCK_K, *last_steps, 7 * BLOCK_K + 63
         self.rows = [self.schedule.random.choice(rows) for _ in range(items)]
 
     def threads(self):
@@ -94,10 +99,39 @@ class WeightsRun(Run):
         self.schedule.until()
 
     def _multiply(self, x, weight, acc, use_acc, is_async):
+        """Multiply all rows of a step, or the first ones, which must be all of its group."""
+        depth = BLOCK_K
+        if isinstance(x, _FirstRows):
+            assert x.count == weight.count
+            depth, x, weight = x.count, x.block, weight.block
         for cell in (*_cells(x), *_cells(weight)):
-            others = set(range(max(self.rows[cell.item] - cell.first, 0), BLOCK_K))
-            assert cell.zeroed == others and cell.are_fenced, "rows of no group are multiplied"
+            count = max(self.rows[cell.item] - cell.first, 0)
+            assert min(count, BLOCK_K) <= depth, "rows of the group are not multiplied"
+            others = set(range(count, depth))
+            assert cell.zeroed & set(range(depth)) == others and cell.are_fenced, "rows of no group are multiplied"
         return super()._multiply(x, weight, acc, use_acc, is_async)
+
+
+class _FirstRows:
+    """The first ``count`` rows of an operand."""
+
+    def __init__(self, block, count):
+        self.block, self.count = block, count
+
+
+class _Rows(Cell):
+    """A block of dy."""
+
+    def slice(self, first, size, dim):
+        assert (first, dim) == (0, 1)
+        return _FirstRows(self, size)
+
+
+class _Columns(Weight):
+    """A block of x."""
+
+    def slice(self, first, size, dim):
+        return super().slice(first, size, dim) if dim == 1 else _FirstRows(self, size)
 
 
 def _cells(block):

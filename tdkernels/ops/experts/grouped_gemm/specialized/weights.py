@@ -4,6 +4,9 @@ A step has STEP rows of a group. The last step may also have rows of the next gr
 NaN. The warp that loads sets them to zero in shared memory, in both operands, before it passes on the step. Meanwhile
 the tensor cores have the steps before, and the next step is loaded. A group without rows has one step of zeros.
 
+Of the last step of a group with more than EARLY_STEPS steps, 16, 32 or all rows are multiplied, as few as possible.
+The rows after these are not set to zero.
+
 Arguments of several functions:
 
     splits   (pointer to the splits, number of experts, rows of dy and x)
@@ -20,6 +23,7 @@ from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
+    EARLY_STEPS,
     FULL,
     HALF_M,
     HALF_N,
@@ -101,8 +105,18 @@ def _keep_rows(block, first: gl.constexpr, count):
 
 
 @gluon.jit
-def _finish_step(memory, bars, step, count, phases):
-    """Set the rows from ``count`` on of step number ``step`` to zero, and pass it on, if there are such rows.
+def _multiplied_rows(steps, count):
+    """Return how many rows of the last step of a group are multiplied. ``count`` of them belong to the group."""
+    few = gl.where(count <= 16, 16, gl.where(count <= 32, 32, STEP))
+    return gl.where(steps > EARLY_STEPS, few, STEP)
+
+
+@gluon.jit
+def _finish_step(memory, bars, step, count, multiplied, phases):
+    """Set the rows of step number ``step`` to zero that do not belong to its group, and pass it on, if there are any.
+
+    count: number of rows that belong to the group
+    multiplied: number of rows that are multiplied
 
     Return ``phases``, whose bit for each stage is the phase of its barrier LAST.
     """
@@ -110,7 +124,7 @@ def _finish_step(memory, bars, step, count, phases):
         stage = step % STAGES
         mbarrier.wait(bars.index(LAST + stage), (phases >> stage) & 1)
         for first in gl.static_range(0, STEP, _ROWS):
-            if first + _ROWS > count:
+            if (first + _ROWS > count) & (first < multiplied):
                 for part in gl.static_range(2):
                     _keep_rows(memory[0].index(2 * stage + part).permute((1, 0)), first, count)
                 _keep_rows(memory[1].index(stage), first, count)
@@ -133,24 +147,25 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
     """
     ends = _ends_of_groups(splits, EXPERTS)
     turn, phases = 0, 0
-    before = STEP  # rows of the step before that belong to its group
+    before, multiplied_before = STEP, STEP  # rows of the step before that belong to its group, and are multiplied
     tile = item_of_warp(request_number(counter_ptr))
     while tile < num_tiles:
         place = _place_of(tile, problem)
         expert, pid_m, pid_n = place
         begin, end = _group_of(expert, ends, EXPERTS)
         steps = gl.maximum((end - begin + STEP - 1) // STEP, 1)
-        begin_item(memory, bars, tile, (pid_m, pid_n, expert), turn, span=(0, steps, 0))
+        multiplied = _multiplied_rows(steps, end - begin - (steps - 1) * STEP)
+        begin_item(memory, bars, tile, (pid_m, pid_n, expert), turn, span=(0, steps, multiplied))
         answer = request_number(counter_ptr)
         for step in range(steps):
             row = begin + step * STEP
             count = gl.minimum(end - row, STEP)
             _load_step(operands, memory, bars, turn, row, place, count)
-            phases = _finish_step(memory, bars, turn + STAGES - 1, before, phases)
-            before = count
+            phases = _finish_step(memory, bars, turn + STAGES - 1, before, multiplied_before, phases)
+            before, multiplied_before = count, multiplied
             turn += 1
         tile = item_of_warp(answer)
-    _finish_step(memory, bars, turn + STAGES - 1, before, phases)
+    _finish_step(memory, bars, turn + STAGES - 1, before, multiplied_before, phases)
     end_items(memory, bars, turn)
 
 
