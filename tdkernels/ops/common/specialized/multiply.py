@@ -67,17 +67,21 @@ def _multiply_step(
 
 
 @gluon.jit
-def _begin_tile(memory, bars, steps, state, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr):
+def _begin_tile(
+    memory, bars, steps, state, WHICH: gl.constexpr, WIDTH: gl.constexpr, W_IS_KN: gl.constexpr, IN_PARTS: gl.constexpr
+):
     """Multiply the first steps of a tile. While the last of them runs, pass on the kept half of the previous tile.
 
     Return (product, numbers of steps and of halves so far).
+
+    IN_PARTS: as for ``_end_tile``
     """
     turn, number, kept, kept_item = state
     depth: gl.constexpr = 256 // memory[0].dtype.primitive_bitwidth  # elements of K that an instruction multiplies
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, depth])
     acc = gl.zeros((HALF_M, WIDTH), gl.float32, layout)
     acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, True)
-    for _ in range(1, gl.minimum(steps, EARLY_STEPS)):
+    for _ in range(1, gl.minimum(steps - 1 if IN_PARTS else steps, EARLY_STEPS)):
         acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)
     return acc, turn, pass_kept(memory, bars, kept, kept_item, number, WHICH)
 
@@ -111,13 +115,13 @@ def _end_tile(
     """Multiply the other steps of a tile. Return (complete product, number of steps so far).
 
     depth: as for ``_multiply_part``, with IN_PARTS
-    IN_PARTS: whether only a part of the last step may be multiplied, if it is not one of the first EARLY_STEPS
+    IN_PARTS: whether only a part of the last step may be multiplied, if it is not the first one
     """
     for _ in range(EARLY_STEPS, steps - 1 if IN_PARTS else steps):
         acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)
     if not IN_PARTS:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    elif steps > EARLY_STEPS:
+    elif steps > 1:
         acc, turn = _multiply_part(memory, bars, acc, turn, depth, WHICH, WIDTH, W_IS_KN)
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -163,7 +167,7 @@ def _multiply_tile(
             memory, bars, place, epilogue, first, state, WHICH, SIDES, FACTORS
         )
     else:
-        acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, WIDTH, W_IS_KN)
+        acc, turn, number = _begin_tile(memory, bars, steps, state, WHICH, WIDTH, W_IS_KN, IN_PARTS)
     loaded = turn if PREPARE is None else PREPARE(place, WHICH, epilogue)
     if PROMOTE:
         left, right, turn = end_promoted(
@@ -277,8 +281,8 @@ def multiply_partition(
     """Compute HALF_M rows of each tile: the first ones (WHICH = 0) or the last ones.
 
     steps: number of steps of K, or None if each work item has its own, with NO_HALVES and W_IS_KN. Then an item also
-        has the number of elements of K of its last step that are multiplied: 16, 32 or all. With at most EARLY_STEPS
-        steps, all are multiplied
+        has the number of elements of K of its last step that are multiplied: 16, 32 or all; if there is only one step,
+        all
     HALF: what items with odd numbers are; NO_HALVES: all items are whole tiles
     EPILOGUE: (HALF_M rows of half a tile in fp32, place, WHICH, half of the item, ``epilogue``) -> these rows in
         fp32, scaled or with a bias, before they are rounded

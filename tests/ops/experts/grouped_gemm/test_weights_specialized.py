@@ -110,7 +110,8 @@ MUTANTS = OF_ALL | {
         "before, multiplied, phases)\n            before"
     )),
     "rows of the group are not multiplied": ("gl.where(count <= 32, 32, STEP)", "gl.where(count <= 33, 32, STEP)"),
-    "early steps are multiplied in parts": ("gl.where(steps > EARLY_STEPS, few, STEP)", "few"),
+    "the first step is multiplied in parts": ("gl.where(steps > 1, few, STEP)", "few"),
+    "the second step is multiplied twice": ("gl.minimum(steps - 1 if IN_PARTS else steps,", "gl.minimum(steps,"),
     "the last step is multiplied twice": ("range(EARLY_STEPS, steps - 1 if IN_PARTS else steps)", (
         "range(EARLY_STEPS, steps)"
     )),

@@ -4,8 +4,8 @@ A step has STEP rows of a group. The last step may also have rows of the next gr
 NaN. The warp that loads sets them to zero in shared memory, in both operands, before it passes on the step. Meanwhile
 the tensor cores have the steps before, and the next step is loaded. A group without rows has one step of zeros.
 
-Of the last step of a group with more than EARLY_STEPS steps, 16, 32 or all rows are multiplied, as few as possible.
-The rows after these are not set to zero.
+Of the last of several steps of a group, 16, 32 or all rows are multiplied, as few as possible. The rows after these are
+not set to zero.
 
 Arguments of several functions:
 
@@ -23,7 +23,6 @@ from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
     BLOCK_N,
-    EARLY_STEPS,
     FULL,
     HALF_M,
     HALF_N,
@@ -108,7 +107,7 @@ def _keep_rows(block, first: gl.constexpr, count):
 def _multiplied_rows(steps, count):
     """Return how many rows of the last step of a group are multiplied. ``count`` of them belong to the group."""
     few = gl.where(count <= 16, 16, gl.where(count <= 32, 32, STEP))
-    return gl.where(steps > EARLY_STEPS, few, STEP)
+    return gl.where(steps > 1, few, STEP)
 
 
 @gluon.jit
