@@ -84,7 +84,7 @@ def test_sums_of_other_slices(columns, firsts, unit, large, delay):
 FOR_PEER = """    add_for_peer(
         tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
         gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
-        tokens_of_pass(CHOICES, WARPS, PROMOTE), passes_in_flight(CHOICES, PROMOTE),
+        tokens_of_pass(CHOICES, WARPS, PROMOTE, COLUMNS), passes_in_flight(CHOICES, PROMOTE),
     )
 """
 NOTIFY = """    notify_by_warps(ctx, signal_at(ctx, half, me * of_shard + first), blocks, count, owner, signal, WARPS)

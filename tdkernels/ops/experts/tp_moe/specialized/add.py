@@ -124,7 +124,7 @@ def _run_item_for_peer(
     add_for_peer(
         tensors, data_at(ctx, half, owner) + me * shard_bytes, owner, token,
         gl.minimum(token + count * _TOKENS, M_shard), block * COLUMNS, M_shard, N, COLUMNS, CHOICES, WARPS,
-        tokens_of_pass(CHOICES, WARPS, PROMOTE), passes_in_flight(CHOICES, PROMOTE),
+        tokens_of_pass(CHOICES, WARPS, PROMOTE, COLUMNS), passes_in_flight(CHOICES, PROMOTE),
     )
     # Not earlier: other warps may have time for the next item while these add.
     answer = request_by_warps(ctx, 1, WARPS)

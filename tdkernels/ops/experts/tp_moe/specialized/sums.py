@@ -23,9 +23,12 @@ def passes_in_flight(rows, few_registers):
 
 
 @gluon.constexpr_function
-def tokens_of_pass(rows, warps, few_registers):
-    """Return the number of tokens that warps add in a pass, if each has ``rows`` rows: as many as fit in registers."""
-    return warps // 2 if few_registers or rows > 10 else warps
+def tokens_of_pass(rows, warps, few_registers, columns):
+    """Return the number of tokens that warps add in a pass, if each has ``rows`` rows: as many as fit in registers.
+
+    Two warps share a token then, if it has more columns than the threads of one warp take in pairs of 4.
+    """
+    return warps // 2 if columns > 256 and (few_registers or rows > 10) else warps
 
 
 @gluon.constexpr_function
