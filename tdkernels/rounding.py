@@ -11,6 +11,11 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def rounded_rows(rows: int, parts: int = 64, least: int = 16) -> int:
+    """Round up to a multiple of the next power of two over ``parts``, and of ``least``, so that few sizes occur."""
+    return round_up(rows, max(next_power_of_2(rows) // parts, least))
+
+
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad, profiler
 
+from tdkernels.rounding import rounded_rows
 from tdkernels.runtime import recorder
 from tdkernels.runtime.autograd import DEVICES
 from tdkernels.symm.group import caches_of
@@ -32,7 +33,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def lookup(
-    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None], settings: tuple[Any, ...]
+    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None],
+    settings: tuple[Any, ...], with_rows: tuple[int, ...] = (),
 ) -> tuple[Any, tuple[Any, ...] | None]:
     """Look up a call in the cache.
 
@@ -41,6 +43,8 @@ def lookup(
         group: a resolved ProcessGroup, or None for an operator without communication.
         tensors: the operands as given by the caller; entries may be None.
         settings: everything else that the result depends on, such as the config and the tuning mode.
+        with_rows: indices of tensors whose first dimension is a number of rows, R, if it is more than 1. The first of
+            ``tensors`` is one of them. The result is the same for calls with the same ``rounded_rows(R)``.
 
     Returns:
         (outcome, key): the outcome that ``insert`` stored for an equal call, or None; the key for ``insert``, or None
@@ -49,7 +53,7 @@ def lookup(
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None, None
     caches = caches_of(group)
-    key = _key(operator, caches.choices.version, tensors, settings)
+    key = _key(operator, caches.choices.version, tensors, settings, with_rows)
     if key is None:
         return None, None
     try:
@@ -77,7 +81,8 @@ def is_current(group: "dist.ProcessGroup | None", key: tuple[Any, ...] | None) -
 
 
 def lookup_run(
-    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None], settings: tuple[Any, ...]
+    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None],
+    settings: tuple[Any, ...], with_rows: tuple[int, ...] = (),
 ) -> tuple[Any, tuple[Any, ...] | None]:
     """Look up a whole call; the outcome is a ``CachedCall``. Arguments as for ``lookup``.
 
@@ -93,7 +98,7 @@ def lookup_run(
     first = tensors[0]
     if first is None or first.device.type not in DEVICES or torch.is_autocast_enabled(first.device.type):
         return None, None
-    return lookup(operator, group, tensors, settings)
+    return lookup(operator, group, tensors, settings, with_rows)
 
 
 class CachedCall:
@@ -106,7 +111,8 @@ class CachedCall:
         bind: ``(group, *tensors) -> Launch``, or None if the call is not a single launch; this is then true for all
             calls with the same key. ``bind=None``: the call is known not to be a single launch.
         shape: shape of the output, for ``bind``. A list of shapes if there are several outputs; ``run`` then returns
-            several outputs, too. A dtype instead of a shape in the list reinterprets the output.
+            several outputs, too. A dtype instead of a shape in the list reinterprets the output. None: the shape that
+            the launch gives it.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class CachedCall:
         outputs = launch(tensors)
         if type(self._shape) is list:
             return [output.view(shape) for output, shape in zip(outputs, self._shape)]
-        return outputs[0] if outputs[0].shape == self._shape else outputs[0].view(self._shape)
+        return outputs[0] if self._shape in (None, outputs[0].shape) else outputs[0].view(self._shape)
 
 
 def _no_launch():
@@ -137,7 +143,7 @@ def _no_launch():
     return None
 
 
-def _key(operator, version, tensors, settings):
+def _key(operator, version, tensors, settings, with_rows):
     """Return the key of a call, or None if it cannot be cached.
 
     It cannot be cached if a tensor is of a subclass, or if its memory does not hold its values (conj or neg bit).
@@ -155,4 +161,11 @@ def _key(operator, version, tensors, settings):
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
     # The types, too: 4 and 4.0 are equal but different arguments.
+    if with_rows and layouts[0] and layouts[0][0]:
+        rows = layouts[0][0][0]
+        for number in with_rows:
+            shape, *others = layouts[number] or ((),)
+            if shape and shape[0] == rows > 1:
+                layouts[number] = (shape[1:], *others)
+        layouts.append(rounded_rows(rows))
     return operator, version, settings, *map(type, settings), precision, batch_invariance(), *layouts

@@ -14,8 +14,9 @@ import torch
 
 from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
+from tdkernels.rounding import rounded_rows
 from tdkernels.runtime import recorder
-from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch
+from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch, Rows
 from tdkernels.symm.shared_settings import batch_invariance
 
 if TYPE_CHECKING:
@@ -54,6 +55,29 @@ def operand_signature(operands: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
+@functools.cache
+def rows_signature(*numbers: int) -> Callable[[Sequence[torch.Tensor | None]], tuple[Any, ...]]:
+    """Return a function like ``operand_signature`` for launches of any number of rows R, see ``Launch``.
+
+    R is the first dimension of the first operand. Operands with the same ``rounded_rows(R)`` have the same signature.
+    So ``prepare`` may use that number for the config and the grid, but not R.
+
+    Args:
+        numbers: Indices of the operands whose first dimension is R, if R is more than 1.
+    """
+
+    def signature(operands):
+        rows = operands[0].shape[0]
+        kinds = list(operand_signature(operands))
+        for number in numbers:
+            shape, *others = kinds[number] or ((0,),)
+            if shape[0] == rows > 1:
+                kinds[number] = shape[1:], *others
+        return rounded_rows(rows), *kinds
+
+    return signature
+
+
 _ON_AMD = torch.version.hip is not None  # there the compiler specializes for more properties of a pointer
 
 
@@ -75,7 +99,7 @@ def launch_cached(
             memory.
         ready: ``(*operands) -> operands`` that the kernel supports, copied if necessary. None: the operands are
             supported.
-        signature: ``operand_signature`` or ``pointer_signature``.
+        signature: ``operand_signature``, ``pointer_signature`` or a result of ``rows_signature``.
 
     Returns:
         The tensors that the launch allocated, outputs first.
@@ -130,7 +154,7 @@ def output_spec(
     ``zeros``: whether the tensor is initialized with zeros, by a further launch.
     """
     spec = torch.empty(shape, dtype=dtype or like.dtype, device="meta")
-    spec.is_zeros = zeros  # type: ignore[attr-defined]
+    spec.is_zeros, spec.sizes = zeros, shape  # type: ignore[attr-defined]
     return spec
 
 
@@ -192,7 +216,9 @@ class Launch:
         args: as in ``kernel[grid](*args, **constants)``.
         constants: as in ``kernel[grid](*args, **constants)``.
         operands: the tensors from which ``args`` was built. They must be distinct objects, so that they can be found in
-            ``args``.
+            ``args``. Integers of type ``Rows`` among the arguments, in the sizes of descriptors and in those of
+            ``output_specs`` become the number of rows of each call: the first dimension of the first operand, or of the
+            tensor of the descriptor.
         output_specs: from ``output_spec``, the tensors that each call allocates.
         fixed: tensors of the workspace in ``args``, and bases of descriptors, which are the same in every call.
         checks_errors: whether a call raises errors that earlier launches reported. False in the middle of an operator:
@@ -218,7 +244,9 @@ class Launch:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
         self._output_specs = [
-            (tuple(tensor.shape), tensor.dtype, getattr(tensor, "is_zeros", False)) for tensor in output_specs
+            (sizes, tensor.dtype, getattr(tensor, "is_zeros", False), Rows in map(type, sizes))
+            for tensor in output_specs
+            for sizes in [tuple(getattr(tensor, "sizes", tensor.shape))]
         ]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *output_specs)) if tensor is not None}
         call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
@@ -234,6 +262,11 @@ class Launch:
                 assert known, f"argument {at} of {kernel} is neither an operand, an output nor a fixed tensor"
         if self._passes_call_number:
             places.append(call_at)  # type: ignore[arg-type]
+        rows_at = [at for at, arg in enumerate(args) if type(arg) is Rows]
+        for at in rows_at:
+            assert kernel.params[at].do_not_specialize, f"{kernel} is compiled for the number of rows, argument {at}"
+        places += rows_at
+        self._num_rows_args = len(rows_at)
         self._bound_launch = BoundLaunch((*grid, 1, 1)[:3], args, places, constants)
 
     def __call__(self, operands: Sequence[Any]) -> list[torch.Tensor]:
@@ -241,15 +274,18 @@ class Launch:
         workspace = self._workspace
         if self._checks_errors:
             workspace.check()
-        outputs, values = [], []
-        for shape, dtype, zeros in self._output_specs:
-            first = operands[0]
+        outputs, values, first = [], [], operands[0]
+        for shape, dtype, zeros, varies in self._output_specs:
+            if varies:
+                shape = tuple(first.shape[0] if type(size) is Rows else size for size in shape)
             outputs.append(first.new_zeros(shape, dtype=dtype) if zeros else first.new_empty(shape, dtype=dtype))
         tensors = (*operands, *outputs)
         for number in self._numbers:
             values.append(tensors[number])
         if self._passes_call_number:
             values.append(workspace.note_call)  # type: ignore[union-attr]
+        if self._num_rows_args:
+            values += [first.shape[0]] * self._num_rows_args
         stream = workspace.before_launch()
         try:
             self._kernel.launch_bound(self._bound_launch, values, stream)

@@ -37,6 +37,10 @@ except ImportError:
 _MAX_MAPS = 256  # per descriptor; the number of addresses is unbounded
 
 
+class Rows(int):
+    """A size of a descriptor that differs between launches: the first dimension of its tensor."""
+
+
 class BoundLaunch:
     """Launches of one kernel with the same signature: nothing differs between them that Triton compiles for.
 
@@ -44,7 +48,7 @@ class BoundLaunch:
         grid: three integers.
         args: as in ``kernel[grid](*args, **constants)``.
         places: indices of the variable arguments: tensors or None, integers, and descriptors, which differ in their
-            tensor. Their values are not kept; other tensors are.
+            tensor and in sizes of type ``Rows``. Their values are not kept; other tensors are.
         constants: as in ``kernel[grid](*args, **constants)``.
     """
 
@@ -108,7 +112,8 @@ class CapturedArguments:
         first: index in ``args`` of the kernel's first argument. None: the kernel's arguments are a list, the last
             element of ``args``.
         plain: [(index among the kernel's arguments, index among values)] of the values that are filled in as they are.
-        maps: the same for tensor maps, with a function that encodes one for a tensor.
+        maps: the same for tensor maps, with a function that encodes one for a tensor, and the indices among the
+            kernel's arguments of the sizes of type ``Rows``.
     """
 
     STREAM = object()
@@ -119,10 +124,10 @@ class CapturedArguments:
         args: list[Any],
         first: int | None,
         plain: list[tuple[int, int]],
-        maps: list[tuple[int, int, Callable[[torch.Tensor], Any]]],
+        maps: list[tuple[int, int, Callable[[torch.Tensor], Any], list[int]]],
     ) -> None:
         self._launch, self._plain = launch, plain
-        self._maps = [(at, number, make, RecentCache(_MAX_MAPS)) for at, number, make in maps]
+        self._maps = [(*each, RecentCache(_MAX_MAPS)) for each in maps]
         stream = args.index(self.STREAM)
         self._before, self._after = args[:stream], args[stream + 1 :]
         if first is None:
@@ -169,12 +174,17 @@ class CapturedArguments:
         for at, number in self._plain:
             value = values[number]
             args[at] = value if value is None or type(value) is int else value.data_ptr()
-        for at, number, make, cache in self._maps:
+        for at, number, make, rows_at, cache in self._maps:
             tensor = values[number]
-            address = tensor.data_ptr()
-            tensor_map = cache[address]
+            key = tensor.data_ptr()
+            if rows_at:
+                rows = tensor.shape[0]
+                key = key, rows
+                for place in rows_at:
+                    args[place] = rows
+            tensor_map = cache[key]
             if tensor_map is None:
-                cache[address] = tensor_map = make(tensor)
+                cache[key] = tensor_map = make(tensor)
             args[at] = tensor_map
         if self._are_nested:
             self._launch(*self._before, stream, *self._after, args)
@@ -183,10 +193,15 @@ class CapturedArguments:
 
 
 def _like(descriptor, base):
-    """Return a copy of a descriptor with another tensor, without repeating the checks of its constructor."""
+    """Return a copy of a descriptor with another tensor, without repeating the checks of its constructor.
+
+    Its sizes of type ``Rows`` are those of the tensor.
+    """
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)
     other.base = base
+    if base is not None and Rows in map(type, descriptor.shape):
+        other.shape = [Rows(base.shape[0]) if type(size) is Rows else size for size in descriptor.shape]
     return other
 
 
@@ -299,11 +314,15 @@ def _flattened(args, places, described):
         if isinstance(arg, DESCRIPTORS):
             meta = next(described, None)
             if number is not None and meta is None:
+                if Rows in map(type, arg.shape):
+                    raise ValueError("sizes of a descriptor that is not a tensor map differ between launches")
                 plain.append((len(flat), number))
             elif number is not None:
                 like = _like(arg, None)
                 make = lambda base, like=like, meta=meta: make_tensordesc_arg(_like(like, base), meta, *unused)[0]  # noqa: E731
-                maps.append((len(flat), number, make))
+                first = len(flat) + 1  # the sizes follow the map
+                rows_at = [first + axis for axis, size in enumerate(arg.shape) if type(size) is Rows]
+                maps.append((len(flat), number, make, rows_at))
             expanded = make_tensordesc_arg(arg, meta, *unused)
             flat += expanded
             expected += expanded if meta is None else [_AnyTensorMap(expanded[0]), *expanded[1:]]

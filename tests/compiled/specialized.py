@@ -100,7 +100,7 @@ def group_gemm_launch(experts, dtype, activation=None, w_is_kn=False, keep=False
     y, pre = torch.empty(ROWS, layout[1], dtype=out), torch.empty(ROWS, N, dtype=out) if keep else None
     splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     config = GroupGemmConfig(tiles=TILES)
-    args, constants = launch_group_gemm.arguments(x, w, layout, splits, counter, y, pre, config, scales)
+    args, constants = launch_group_gemm.arguments(x, ROWS, w, layout, splits, counter, y, pre, config, scales)
     assert constants["W_IS_KN"] == w_is_kn
     return group_gemm_specialized_kernel, args, constants
 
@@ -109,7 +109,7 @@ def group_gemm_weights_launch(experts, dtype):
     """Return (kernel, args, kwargs)."""
     dy, x, dw = (torch.empty(*size, dtype=dtype) for size in ((ROWS, N), (ROWS, K), (experts, N, K)))
     splits, counter = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    args, constants = launch_group_gemm_weights.specialized_arguments(dy, x, splits, counter, dw, 8)
+    args, constants = launch_group_gemm_weights.specialized_arguments(dy, x, ROWS, splits, counter, dw, 8)
     return group_gemm_weights_specialized_kernel, args, constants
 
 

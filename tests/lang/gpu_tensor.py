@@ -12,8 +12,8 @@ class _Tensor(torch.Tensor):
         return self.address
 
 
-def gpu_tensor(address=4096, dtype=torch.bfloat16):
-    """Return a 4 x 4 tensor with the given address."""
-    tensor = torch.empty(4, 4, dtype=dtype).as_subclass(_Tensor)
+def gpu_tensor(address=4096, dtype=torch.bfloat16, rows=4):
+    """Return a tensor of 4 columns with the given address."""
+    tensor = torch.empty(rows, 4, dtype=dtype).as_subclass(_Tensor)
     tensor.address = address
     return tensor

@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tdkernels
 from tdkernels.runtime import kernel_launch, recorder
+from tdkernels.runtime.triton_launcher import Rows
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import a_group, device, on_ranks
 
@@ -102,6 +104,57 @@ def test_tensor_that_is_no_operand_is_rejected():
     kernel_launch.Launch(None, "kernel", (1,), (ctx, x, *outputs, 7, None), {}, (x,), outputs, [ctx])
     with pytest.raises(AssertionError, match="argument 1 of kernel is neither an operand, an output nor"):
         kernel_launch.Launch(None, "kernel", (1,), (ctx, copy, *outputs), {}, (x,), outputs, [ctx])
+
+
+class _RowsKernel:
+    """Stand-in for a kernel (x, y, rows, columns); records its arguments."""
+
+    def __init__(self, *specialized):
+        self.params = [SimpleNamespace(do_not_specialize=at not in specialized) for at in range(4)]
+        self.given = []
+
+    def launch_bound(self, bound_launch, values, stream):
+        self.given.append(bound_launch.filled(values))
+
+
+def _launch_by_rows(workspace, kernel, x, prepared=None):
+    def prepare(x):
+        rows = Rows(x.shape[0])
+        if prepared is not None:
+            prepared.append(int(rows))
+        outputs = [kernel_launch.output_spec(x, rows, 3)]
+        return kernel_launch.Launch(workspace, kernel, (1,), (x, *outputs, rows, 5), {}, (x,), outputs, [])
+
+    signature = kernel_launch.rows_signature(0)
+    return kernel_launch.launch_cached(workspace, ("by rows",), (x,), prepare, signature=signature)
+
+
+def test_launches_for_any_number_of_rows():
+    workspace, kernel, prepared = kernel_launch._LocalWorkspace(), _RowsKernel(), []
+    for rows in (33, 48, 40, 49, 64, 1, 2, 16, 1, 2000, 2047):
+        x = torch.zeros(rows, 2)
+        (y,) = _launch_by_rows(workspace, kernel, x, prepared)
+        assert y.shape == (rows, 3)
+        given = kernel.given.pop()
+        assert given[0] is x and given[1] is y and given[2:] == [rows, 5]
+    # Rows are rounded to multiples of 16 or 32 here. One row has a signature of its own.
+    assert prepared == [33, 49, 1, 2, 2000, 2047]
+
+
+def test_kernels_must_not_be_compiled_for_the_number_of_rows():
+    with pytest.raises(AssertionError, match="is compiled for the number of rows, argument 2"):
+        _launch_by_rows(kernel_launch._LocalWorkspace(), _RowsKernel(2), torch.zeros(33, 2))
+
+
+def test_signature_by_rows():
+    signature = kernel_launch.rows_signature(0, 2)
+    x, w = torch.zeros(40, 2), torch.zeros(40, 3)
+    found = signature((x, w, x))
+    assert found == signature((x[:33], w, x[:33])) and found != signature((x[:32], w, x[:32]))
+    assert found != signature((x[:33], w[:33], x[:33])), "the second operand has no rows"
+    assert found != signature((x, w, x[:1])), "one scale for all rows"
+    assert found != signature((x, w, None)) != signature((x.half(), w, None))
+    assert signature((x[:1], w, x[:1])) != signature((x[:2], w, x[:2]))
 
 
 class _CheckCounter:

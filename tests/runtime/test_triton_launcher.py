@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.lang import tested_versions
 from tdkernels.runtime import triton_launcher
-from tdkernels.runtime.triton_launcher import BoundLaunch, CapturedArguments
+from tdkernels.runtime.triton_launcher import BoundLaunch, CapturedArguments, Rows
 from tests.lang.gpu_tensor import gpu_tensor
 
 GRID, STREAM = (3, 2, 1), 77
@@ -159,6 +159,32 @@ def test_tensor_map_is_encoded_once_per_address(encoded, monkeypatch):
     for address in (0, 256, 0, 256, 512, 0):  # the third address exceeds the limit
         captured(values_of(arguments(address, 1)), STREAM)
     assert encoded == [64, 320, 576, 64]
+
+
+def with_rows(args, at, rows):
+    """Give the tensor of a descriptor, and the size of the descriptor, a number of rows."""
+    args[at].base, args[at].shape = gpu_tensor(args[at].base.data_ptr(), rows=rows), [Rows(rows), 8]
+    return args
+
+
+def test_descriptors_get_the_rows_of_their_tensors(encoded):
+    compiled = _Compiled()
+    captured = CapturedArguments.of(compiled, GRID, with_rows(arguments(4096, 1), 1, 4), INDICES)
+    bound_launch = BoundLaunch(GRID, with_rows(arguments(4096, 1), 1, 4), INDICES, {})
+    encoded.clear()
+    for rows in (5, 300, 5):
+        args = with_rows(arguments(8192, 2), 1, rows)
+        captured(values_of(args), STREAM)
+        found = pointer_signature(compiled.given[-1])
+        assert found == pointer_signature(compiled.launch_by_triton(GRID, args))
+        assert found == pointer_signature(compiled.launch_by_triton(GRID, bound_launch.filled(values_of(args))))
+    assert encoded == [8256] * 8, "two of three launches without Triton encode a map"
+
+
+def test_descriptors_without_a_map_have_fixed_sizes(encoded):
+    """Sizes of type ``Rows`` are arguments of their own then, which a captured launch would not change."""
+    args = with_rows(arguments(4096, 1), 4, 4)
+    assert CapturedArguments.of(_Compiled(), GRID, args, INDICES) is None
 
 
 def test_bound_launch_keeps_no_operands(encoded):

@@ -239,6 +239,7 @@ class Recorder:
 
     def __init__(self, kernel, launches):
         self._kernel, self._launches = kernel, launches
+        self.params = kernel.params
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self._launches.append((self._kernel, list(args), kwargs))

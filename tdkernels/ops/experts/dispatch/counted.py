@@ -14,7 +14,7 @@ from tdkernels.ops.experts.dispatch.kernel_combine import ep_combine_kernel
 from tdkernels.ops.experts.dispatch.kernel_dispatch import ep_dispatch_kernel
 from tdkernels.ops.experts.dispatch.payload import MAX_CHUNKS, as_memories, pieces_trace
 from tdkernels.ops.experts.dispatch.routing import Routing
-from tdkernels.rounding import next_power_of_2, round_up
+from tdkernels.rounding import next_power_of_2, round_up, rounded_rows
 from tdkernels.runtime.kernel_launch import launch_cached, pointer_signature
 from tdkernels.symm.early_error import part_of_call
 from tdkernels.symm.group import group_state
@@ -122,7 +122,7 @@ class CountedRouting(Routing):
         """
         assert self.received is None, "rows were received already"
         if self.shape.max_tokens is None:
-            self.rows = rounded_rows(self.rows, parts=64, least=16)
+            self.rows = rounded_rows(self.rows)
 
     # Used by ``launch``:
 
@@ -200,11 +200,6 @@ def empty_splits(shape: "RoutingShape", device: torch.device) -> torch.Tensor:
     """Allocate ``Routing.splits``."""
     local = shape.num_experts // shape.world_size
     return torch.empty((shape.world_size, local) if shape.by_source else (local,), dtype=torch.int32, device=device)
-
-
-def rounded_rows(rows: int, parts: int, least: int) -> int:
-    """Round up to a multiple of the next power of two over ``parts``, and of ``least``, so that few sizes occur."""
-    return round_up(rows, max(next_power_of_2(rows) // parts, least))
 
 
 def slots_for(tokens: int) -> int:

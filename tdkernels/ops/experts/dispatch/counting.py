@@ -11,7 +11,7 @@ import torch
 
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.experts.dispatch import layout
-from tdkernels.ops.experts.dispatch.counted import CountedRouting, Reach, empty_splits, rounded_rows, slots_for
+from tdkernels.ops.experts.dispatch.counted import CountedRouting, Reach, empty_splits, slots_for
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds, too_many_tokens
 from tdkernels.ops.experts.dispatch.kernel_route import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
 from tdkernels.ops.experts.dispatch.layout import Fact
@@ -23,7 +23,7 @@ from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
 )
 from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes
 from tdkernels.ops.experts.dispatch.request import RoutingShape
-from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2, rounded_rows
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 

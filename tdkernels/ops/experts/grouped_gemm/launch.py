@@ -15,9 +15,17 @@ from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_ke
 from tdkernels.ops.experts.grouped_gemm.layout import memory_layout, tma_fits, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel, swiglu_kernel
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
-from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2, rounded_rows
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
+from tdkernels.runtime.kernel_launch import (
+    Launch,
+    bind_uncopied,
+    launch_cached,
+    local_workspace_of,
+    output_spec,
+    rows_signature,
+)
+from tdkernels.runtime.triton_launcher import Rows
 
 _PROGRAMS_PER_SM = 8  # of kernels that process rows
 
@@ -69,24 +77,30 @@ def _scaling_constants(w, scales, product, n):
     }
 
 
-def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles) -> TensorDescriptor | None:
-    """Return the tensor descriptor of rows [R, K], or None if the kernel does not use TMA."""
+def rows_descriptor(
+    rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles, count: int | None = None
+) -> TensorDescriptor | None:
+    """Return the tensor descriptor of rows [R, K], or None if the kernel does not use TMA.
+
+    ``count``: R, which may be a ``Rows``; None: the R of the tensor
+    """
     if not constants["PRODUCT"].use_tma:
         return None
-    return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
+    count = rows.shape[0] if count is None else count
+    return gemm_operands.rows_descriptor(rows, 1, count, rows.numel(), tiles.block_m, tiles.block_k)
 
 
 def config_for(
     x: torch.Tensor, w: torch.Tensor, config: "GroupGemmConfig | None", activation: str | None = None,
     scales: Scales | None = None,
 ) -> GroupGemmConfig:
-    """Return the config with a tile. If it has none, the heuristic one is selected.
+    """Return the config with a tile. If it has none, the heuristic one is selected, for the rounded number of rows.
 
     The weight is in a layout that needs no copy, see ``weight_layout``.
     """
     if config is not None and config.tiles is not None:
         return config
-    rows, (experts, n, k) = x.shape[0], w.shape
+    rows, (experts, n, k) = rounded_rows(x.shape[0]), w.shape
     sizes = rows, n, k, experts, x.dtype, x.device, None if scales is None else scales.layout
     config = completed(config, *sizes)
     if config.warp_specialize:
@@ -132,7 +146,7 @@ def linear_by_tree(
 
     def prepare(x, w, splits):
         y = output_spec(x, x.shape[0], w.shape[1], dtype=out_dtype)
-        args, constants = _arguments(x, w, memory_layout(w, None), splits, y, None, None, tiles, None)
+        args, constants = _arguments(x, x.shape[0], w, memory_layout(w, None), splits, y, None, None, tiles, None)
         constants["PRODUCT"] = constants["PRODUCT"]._replace(leaves=leaves)
         grid = (min(tiles.count(x.shape[0], w.shape[1]), gpu.resident_programs(x.device, tiles, x.dtype)),)
         return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), [y], [])
@@ -156,23 +170,25 @@ def bind_product(
 
 
 def _call(x, w, splits, activation, keep, config, scales):
-    """Return the arguments of ``launch_cached`` for ``product``."""
+    """Return the arguments of ``launch_cached`` for ``product``. A launch is cached for several numbers of rows."""
     workspace = local_workspace_of(x.device)
     key = "group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)
     if scales is None:
-        return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config, None)
+        prepare = lambda *of: _prepare(workspace, *of, activation, keep, config, None)  # noqa: E731
+        return workspace, key, (x, w, splits), prepare, None, rows_signature(0)
     key = *key, scales.key
     operands = x, w, splits, *map(gemm_operands.rows_contiguous, gemm_operands.scale_operands(scales))
 
-    def prepare(x, w, splits, scale_x, scale_w):
+    def prepare_scaled(x, w, splits, scale_x, scale_w):
         given = scales._replace(x=scale_x, weight=scale_w)
         return _prepare(workspace, x, w, splits, activation, keep, config, given)
 
-    return workspace, key, operands, prepare
+    return workspace, key, operands, prepare_scaled, None, rows_signature(0, 3)
 
 
 def _prepare(workspace, x, w, splits, activation, keep, config, scales):
-    rows, (experts, width) = x.shape[0], w.shape[:2]
+    rows, (experts, width) = Rows(x.shape[0]), w.shape[:2]
+    most = rounded_rows(rows)
     dtype = out_dtype_of(x, scales)
     made = [output_spec(x, rows, width // 2 if activation else width, dtype=dtype)]
     if keep:
@@ -182,13 +198,13 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     layout, config = memory_layout(w, activation), config_for(x, w, config, activation, scales)
     if _specializes(x, w, layout, activation, config, scales):
         counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
-        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, pre, config, scales)
+        args, constants = launch_specialized.arguments(x, rows, w, layout, splits, counter, y, pre, config, scales)
         made.append(counter)
-        grid = (launch_specialized.num_programs(rows, experts, layout, x.device),)
+        grid = (launch_specialized.num_programs(most, experts, layout, x.device),)
         return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [])
     tiles = config.tiles
-    args, constants = _arguments(x, w, layout, splits, y, pre, activation, tiles, scales)
-    upper = (rows // tiles.block_m + min(experts, rows)) * cdiv(layout[1], constants["PRODUCT"].block_n)
+    args, constants = _arguments(x, rows, w, layout, splits, y, pre, activation, tiles, scales)
+    upper = (most // tiles.block_m + min(experts, most)) * cdiv(layout[1], constants["PRODUCT"].block_n)
     grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
     return Launch(workspace, group_gemm_kernel, grid, args, constants, operands, made, [])
 
@@ -209,17 +225,17 @@ def compile(
     layout, config = memory_layout(w, activation), config_for(x, w, config, activation)
     if _specializes(x, w, layout, activation, config):
         counter, y = splits.new_empty(1, dtype=torch.int32), x.new_empty(1, layout[1])
-        args, constants = launch_specialized.arguments(x, w, layout, splits, counter, y, None, config)
+        args, constants = launch_specialized.arguments(x, x.shape[0], w, layout, splits, counter, y, None, config)
         launch_specialized.kernel().warmup(*args, grid=(1,), **constants)
         return
-    args, constants = _arguments(x, w, layout, splits, x.new_empty(1), None, activation, config.tiles, None)
+    args, constants = _arguments(x, x.shape[0], w, layout, splits, x.new_empty(1), None, activation, config.tiles, None)
     group_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def _arguments(x, w, layout, splits, y, pre, activation, tiles, scales):
-    (planes, n, strides, is_kn), (rows, k), experts = layout, x.shape, w.shape[0]
+def _arguments(x, rows, w, layout, splits, y, pre, activation, tiles, scales):
+    (planes, n, strides, is_kn), k, experts = layout, x.shape[1], w.shape[0]
     w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles, scales)
-    x_desc = rows_descriptor(x, constants, tiles)
+    x_desc = rows_descriptor(x, constants, tiles, rows)
     args = x, x_desc, w, w_desc, *gemm_operands.scale_pointers(scales), splits, y, pre
     args = *args, experts, rows, n, k, *strides, tiles.group_m
     return args, {"EXPERTS": next_power_of_2(experts), **constants}
@@ -229,17 +245,17 @@ def ends_of_groups(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the end (exclusive) of each group's rows, int32 [E], clamped to the rows of x: ``offs`` of _grouped_mm."""
     workspace = local_workspace_of(x.device)
     return launch_cached(
-        workspace, ("ends of groups", x.shape[0]), (splits,),
-        lambda *of: _prepare_ends(workspace, *of, x.shape[0]),  # type: ignore[call-arg]
+        workspace, ("ends of groups",), (x, splits), lambda *of: _prepare_ends(workspace, *of),
+        signature=rows_signature(0),
     )[0]
 
 
-def _prepare_ends(workspace, splits, rows):
+def _prepare_ends(workspace, x, splits):
     experts = splits.shape[0]
     ends = output_spec(splits, experts, dtype=torch.int32)
     constants = {"EXPERTS": next_power_of_2(experts), "num_warps": 1}
-    args = splits, ends, experts, rows
-    return Launch(workspace, ends_kernel, (1,), args, constants, (splits,), [ends], [])
+    args = splits, ends, experts, Rows(x.shape[0])
+    return Launch(workspace, ends_kernel, (1,), args, constants, (x, splits), [ends], [])
 
 
 def swiglu(pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Tensor:
@@ -250,11 +266,12 @@ def swiglu(pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Te
     return launch_cached(
         workspace, ("swiglu", activation), (pre.contiguous(), splits),
         lambda *of: _prepare_swiglu(workspace, *of, activation),  # type: ignore[call-arg]
+        signature=rows_signature(0),
     )[0]
 
 
 def _prepare_swiglu(workspace, pre, splits, activation):
-    h = output_spec(pre, pre.shape[0], pre.shape[1] // 2)
+    h = output_spec(pre, Rows(pre.shape[0]), pre.shape[1] // 2)
     grid, sizes, constants = _swiglu_launch(h, splits, activation)
     return Launch(workspace, swiglu_kernel, grid, (pre, splits, h, *sizes), constants, (pre, splits), [h], [])
 
@@ -271,11 +288,12 @@ def swiglu_backward(dh: torch.Tensor, pre: torch.Tensor, splits: torch.Tensor, a
     return launch_cached(
         workspace, ("swiglu backward", activation), (dh, pre, splits),
         lambda *of: _prepare_swiglu_backward(workspace, *of, activation),  # type: ignore[call-arg]
+        signature=rows_signature(0, 1),
     )[0]
 
 
 def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
-    dpre = output_spec(pre, *pre.shape)
+    dpre = output_spec(pre, Rows(pre.shape[0]), pre.shape[1])
     grid, sizes, constants = _swiglu_launch(dh, splits, activation)
     args, operands = (dh, pre, splits, dpre, *sizes), (dh, pre, splits)
     return Launch(workspace, swiglu_backward_kernel, grid, args, constants, operands, [dpre], [])
@@ -284,8 +302,8 @@ def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
 def _swiglu_launch(h, splits, activation):
     """Return (grid, sizes, constants) of the kernel of SwiGLU with output h [R, I], or of its gradient."""
     (rows, width), experts = h.shape, splits.shape[0]
-    grid, constants = launch_by_rows(rows, width, splits)
-    return grid, (rows, width, experts), {**constants, "ACTIVATION": NUMBERS[activation], "num_warps": 4}
+    grid, constants = launch_by_rows(rounded_rows(rows), width, splits)
+    return grid, (Rows(rows), width, experts), {**constants, "ACTIVATION": NUMBERS[activation], "num_warps": 4}
 
 
 def launch_by_rows(

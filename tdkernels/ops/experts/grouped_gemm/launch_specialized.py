@@ -70,19 +70,20 @@ def _supports_scaled(x, w, planes, n, scales):
 
 
 def output_descriptor(y: torch.Tensor) -> Any:
-    """Return the descriptor of an output [R, N] for a quarter of a tile."""
-    return descriptor(y, [1, *y.shape], [y.numel(), y.shape[1], 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
+    """Return the descriptor of an output [R, N] for a quarter of a tile. It may be an ``output_spec``."""
+    rows, n = getattr(y, "sizes", y.shape)
+    return descriptor(y, [1, rows, n], [rows * n, n, 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
 
 
 def arguments(
-    x: torch.Tensor, w: torch.Tensor, layout: MemoryLayout, splits: torch.Tensor,
+    x: torch.Tensor, rows: int, w: torch.Tensor, layout: MemoryLayout, splits: torch.Tensor,
     counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the kernel for operands that ``supports`` accepts.
 
-    ``counter`` is an int32 zero.
+    ``rows`` is their number, which may be a ``Rows``. ``counter`` is an int32 zero.
     """
-    (rows, k), experts = x.shape, w.shape[0]
+    k, experts = x.shape[1], w.shape[0]
     x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)
     operands = x_desc, weight_descriptor(w, layout), *scale_pointers(scales)
     args = *operands, splits, counter, *outputs(y, pre), experts, rows, layout[1], k, config.tiles.group_m

@@ -13,10 +13,11 @@ from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, with_tiles_of
 from tdkernels.ops.experts.grouped_gemm.kernel import group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.launch_specialized import experts_of_warp, has_registers
-from tdkernels.rounding import next_power_of_2
+from tdkernels.rounding import next_power_of_2, rounded_rows
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
-from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec, rows_signature
+from tdkernels.runtime.triton_launcher import Rows
 
 # The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the tensor cores. A group with at least
 # _LONG_GROUP rows gets larger tiles.
@@ -62,6 +63,7 @@ def weight_gradient(
     return launch_cached(
         workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
         lambda *of: _prepare(workspace, *of, experts, config),  # type: ignore[call-arg]
+        signature=rows_signature(0, 1),
     )[0]
 
 
@@ -76,10 +78,10 @@ def compile(
     tiles: Any = config.tiles
     if specializes(dy, x, experts, config):
         counter = splits.new_empty(1, dtype=torch.int32)
-        args, constants = specialized_arguments(dy, x, splits, counter, dw, tiles.group_m)
+        args, constants = specialized_arguments(dy, x, x.shape[0], splits, counter, dw, tiles.group_m)
         specialized_kernel().warmup(*args, grid=(1,), **constants)
         return
-    args, constants = _arguments(dy, x, splits, dw, tiles)
+    args, constants = _arguments(dy, x, x.shape[0], splits, dw, tiles)
     group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -92,30 +94,31 @@ def completed(
 
 
 def _config_for(dy, x, experts, config):
-    return completed(config, x.shape[0], dy.shape[1], x.shape[1], experts, x.dtype, x.device)
+    """Return the config with tiles, for the rounded number of rows."""
+    return completed(config, rounded_rows(x.shape[0]), dy.shape[1], x.shape[1], experts, x.dtype, x.device)
 
 
 def _prepare(workspace, dy, x, splits, experts, config):
     n, k = dy.shape[1], x.shape[1]
     dw, config = output_spec(x, experts, n, k), _config_for(dy, x, experts, config)
-    operands, tiles = (dy, x, splits), config.tiles
+    operands, tiles, rows = (dy, x, splits), config.tiles, Rows(x.shape[0])
     if specializes(dy, x, experts, config):
         counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
-        args, constants = specialized_arguments(dy, x, splits, counter, dw, tiles.group_m)
+        args, constants = specialized_arguments(dy, x, rows, splits, counter, dw, tiles.group_m)
         grid = (min(experts * tiles.count(n, k), gpu.available_sms(x.device)),)
         return Launch(workspace, specialized_kernel(), grid, args, constants, operands, [dw, counter], [])
-    args, constants = _arguments(dy, x, splits, dw, tiles)
+    args, constants = _arguments(dy, x, rows, splits, dw, tiles)
     grid = (experts * tiles.count(n, k),)
     return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, operands, [dw], [])
 
 
-def _arguments(dy, x, splits, dw, tiles):
-    rows, (experts, n, k) = dy.shape[0], dw.shape
+def _arguments(dy, x, rows, splits, dw, tiles):
+    experts, n, k = dw.shape
     use_tma = gpu.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
     of_dy = of_x = (None, None)
     dw_desc = None
     if use_tma:
-        of_dy, of_x = _row_blocks(dy, tiles, tiles.block_m), _row_blocks(x, tiles, tiles.block_n)
+        of_dy, of_x = (_row_blocks(of, rows, tiles, block) for of, block in ((dy, tiles.block_m), (x, tiles.block_n)))
         dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
     args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
     constants = {
@@ -126,10 +129,10 @@ def _arguments(dy, x, splits, dw, tiles):
     return args, constants
 
 
-def _row_blocks(rows, tiles, columns):
-    """Return descriptors of rows [R, width] for the main loop of a gradient, and for the last rows of a group."""
-    strides = [rows.shape[1], 1]
-    return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
+def _row_blocks(of, rows, tiles, columns):
+    """Return descriptors of [R, width] for the main loop of a gradient, and for the last rows of a group."""
+    width = of.shape[1]
+    return [TensorDescriptor(of, [rows, width], [width, 1], [block, columns]) for block in (tiles.block_k, _LAST_R)]
 
 
 # ---- warp-specialized kernel ----
@@ -152,10 +155,14 @@ def specializes(dy: torch.Tensor, x: torch.Tensor, experts: int, config: GroupGe
 
 
 def specialized_arguments(
-    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, counter: torch.Tensor, dw: torch.Tensor, group_m: int,
+    dy: torch.Tensor, x: torch.Tensor, rows: int, splits: torch.Tensor, counter: torch.Tensor, dw: torch.Tensor,
+    group_m: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (arguments, constants) of the warp-specialized kernel. ``counter`` is an int32 zero."""
-    (rows, k), (experts, n, _) = x.shape, dw.shape
+    """Return (arguments, constants) of the warp-specialized kernel.
+
+    ``rows`` is the number of rows of dy and x, which may be a ``Rows``. ``counter`` is an int32 zero.
+    """
+    experts, n, k = dw.shape
     block_m, block_n = SPECIALIZED_TILE
     dy_desc = descriptor(dy, [1, rows, n], [rows * n, n, 1], [1, _STEP, block_m // 2])
     x_desc = descriptor(x, [rows, k], [k, 1], [_STEP, block_n // 2])
