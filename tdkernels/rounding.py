@@ -13,7 +13,8 @@ def round_up(n: int, multiple: int) -> int:
 
 def rounded_rows(rows: int, parts: int = 64, least: int = 16) -> int:
     """Round up to a multiple of the next power of two over ``parts``, and of ``least``, so that few sizes occur."""
-    return round_up(rows, max(next_power_of_2(rows) // parts, least))
+    step = max(next_power_of_2(rows) // parts, least)
+    return -(-rows // step) * step  # without a call: it is computed twice per call of an operator
 
 
 def next_power_of_2(n: int) -> int:

@@ -161,11 +161,11 @@ def _key(operator, version, tensors, settings, with_rows):
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
     # The types, too: 4 and 4.0 are equal but different arguments.
-    if with_rows and layouts[0] and layouts[0][0]:
+    if with_rows and layouts[0] is not None and layouts[0][0]:
         rows = layouts[0][0][0]
-        for number in with_rows:
-            shape, *others = layouts[number] or ((),)
-            if shape and shape[0] == rows > 1:
-                layouts[number] = (shape[1:], *others)
+        for number in with_rows if rows > 1 else ():
+            layout = layouts[number]
+            if layout is not None and layout[0] and layout[0][0] == rows:
+                layouts[number] = layout[0][1:], layout[1:]
         layouts.append(rounded_rows(rows))
     return operator, version, settings, *map(type, settings), precision, batch_invariance(), *layouts

@@ -67,12 +67,12 @@ def rows_signature(*numbers: int) -> Callable[[Sequence[torch.Tensor | None]], t
     """
 
     def signature(operands):
-        rows = operands[0].shape[0]
-        kinds = list(operand_signature(operands))
-        for number in numbers:
-            shape, *others = kinds[number] or ((0,),)
-            if shape[0] == rows > 1:
-                kinds[number] = shape[1:], *others
+        kinds = [*operand_signature(operands)]
+        rows = kinds[0][0][0]
+        for number in numbers if rows > 1 else ():
+            kind = kinds[number]
+            if kind is not None and kind[0][0] == rows:
+                kinds[number] = kind[0][1:], kind[1:]
         return rounded_rows(rows), *kinds
 
     return signature
@@ -216,9 +216,9 @@ class Launch:
         args: as in ``kernel[grid](*args, **constants)``.
         constants: as in ``kernel[grid](*args, **constants)``.
         operands: the tensors from which ``args`` was built. They must be distinct objects, so that they can be found in
-            ``args``. Integers of type ``Rows`` among the arguments, in the sizes of descriptors and in those of
-            ``output_specs`` become the number of rows of each call: the first dimension of the first operand, or of the
-            tensor of the descriptor.
+            ``args``. Integers of type ``Rows`` among the arguments, in the sizes of descriptors and as the first size
+            of ``output_specs`` become the number of rows of each call: the first dimension of the first operand, or of
+            the tensor of the descriptor.
         output_specs: from ``output_spec``, the tensors that each call allocates.
         fixed: tensors of the workspace in ``args``, and bases of descriptors, which are the same in every call.
         checks_errors: whether a call raises errors that earlier launches reported. False in the middle of an operator:
@@ -244,7 +244,7 @@ class Launch:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
         self._output_specs = [
-            (sizes, tensor.dtype, getattr(tensor, "is_zeros", False), Rows in map(type, sizes))
+            (sizes, tensor.dtype, getattr(tensor, "is_zeros", False), Rows in map(type, sizes[:1]))
             for tensor in output_specs
             for sizes in [tuple(getattr(tensor, "sizes", tensor.shape))]
         ]
@@ -275,9 +275,9 @@ class Launch:
         if self._checks_errors:
             workspace.check()
         outputs, values, first = [], [], operands[0]
-        for shape, dtype, zeros, varies in self._output_specs:
-            if varies:
-                shape = tuple(first.shape[0] if type(size) is Rows else size for size in shape)
+        for shape, dtype, zeros, has_rows in self._output_specs:
+            if has_rows:
+                shape = first.shape[0], *shape[1:]
             outputs.append(first.new_zeros(shape, dtype=dtype) if zeros else first.new_empty(shape, dtype=dtype))
         tensors = (*operands, *outputs)
         for number in self._numbers:
