@@ -11,9 +11,19 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def rounded_rows(rows: int, parts: int = 64, least: int = 16) -> int:
+def round_up_to_part(n: int, parts: int, least: int) -> int:
     """Round up to a multiple of the next power of two over ``parts``, and of ``least``, so that few sizes occur."""
-    step = max(next_power_of_2(rows) // parts, least)
+    return round_up(n, max(next_power_of_2(n) // parts, least))
+
+
+def rounded_rows(rows: int) -> int:
+    """Return the number of rows for which a launch of any number of rows selects its config and grid.
+
+    It is rounded up to a multiple of 1/64 of the next power of two, and to a multiple of 16 or a smaller power of two.
+    So numbers with the same result have the same next power of two, by which tuned configs are selected.
+    """
+    power = next_power_of_2(rows)
+    step = max(power // 64, min(power, 16))
     return -(-rows // step) * step  # without a call: it is computed twice per call of an operator
 
 

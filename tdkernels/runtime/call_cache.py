@@ -20,6 +20,7 @@ from torch.autograd import forward_ad, profiler
 from tdkernels.rounding import rounded_rows
 from tdkernels.runtime import recorder
 from tdkernels.runtime.autograd import DEVICES
+from tdkernels.runtime.triton_launcher import without_rows
 from tdkernels.symm.group import caches_of
 from tdkernels.symm.shared_settings import batch_invariance
 
@@ -43,8 +44,8 @@ def lookup(
         group: a resolved ProcessGroup, or None for an operator without communication.
         tensors: the operands as given by the caller; entries may be None.
         settings: everything else that the result depends on, such as the config and the tuning mode.
-        with_rows: indices of tensors whose first dimension is a number of rows, R, if it is more than 1. The first of
-            ``tensors`` is one of them. The result is the same for calls with the same ``rounded_rows(R)``.
+        with_rows: indices of tensors whose first dimension is a number of rows, R, as for ``without_rows``. An outcome
+            is used for all calls with the same ``rounded_rows(R)``, so it must not depend on R otherwise.
 
     Returns:
         (outcome, key): the outcome that ``insert`` stored for an equal call, or None; the key for ``insert``, or None
@@ -160,12 +161,9 @@ def _key(operator, version, tensors, settings, with_rows):
         layouts.append((tensor.shape, tensor.stride(), dtype, tensor.device, aligned))
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
-    # The types, too: 4 and 4.0 are equal but different arguments.
     if with_rows and layouts[0] is not None and layouts[0][0]:
         rows = layouts[0][0][0]
-        for number in with_rows if rows > 1 else ():
-            layout = layouts[number]
-            if layout is not None and layout[0] and layout[0][0] == rows:
-                layouts[number] = layout[0][1:], layout[1:]
+        without_rows(layouts, with_rows)
         layouts.append(rounded_rows(rows))
+    # The types, too: 4 and 4.0 are equal but different arguments.
     return operator, version, settings, *map(type, settings), precision, batch_invariance(), *layouts

@@ -16,7 +16,7 @@ from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
 from tdkernels.rounding import rounded_rows
 from tdkernels.runtime import recorder
-from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch, Rows
+from tdkernels.runtime.triton_launcher import DESCRIPTORS, BoundLaunch, Rows, without_rows
 from tdkernels.symm.shared_settings import batch_invariance
 
 if TYPE_CHECKING:
@@ -59,21 +59,19 @@ def operand_signature(operands: Iterable[Any]) -> tuple[Any, ...]:
 def rows_signature(*numbers: int) -> Callable[[Sequence[torch.Tensor | None]], tuple[Any, ...]]:
     """Return a function like ``operand_signature`` for launches of any number of rows R, see ``Launch``.
 
-    R is the first dimension of the first operand. Operands with the same ``rounded_rows(R)`` have the same signature.
-    So ``prepare`` may use that number for the config and the grid, but not R.
+    R is the first dimension of the first operand. A launch is used for all R with the same ``rounded_rows(R)``. So
+    ``prepare`` may use that number for the config and the grid, but not R.
 
     Args:
-        numbers: Indices of the operands whose first dimension is R, if R is more than 1.
+        numbers: Indices of the operands whose first dimension is R, as for ``without_rows``.
     """
+    if _ON_AMD:  # a compiled kernel depends on the sizes of the outputs there, see ``pointer_kind``
+        return operand_signature
 
     def signature(operands):
         kinds = [*operand_signature(operands)]
-        rows = kinds[0][0][0]
-        for number in numbers if rows > 1 else ():
-            kind = kinds[number]
-            if kind is not None and kind[0][0] == rows:
-                kinds[number] = kind[0][1:], kind[1:]
-        return rounded_rows(rows), *kinds
+        without_rows(kinds, numbers)
+        return rounded_rows(operands[0].shape[0]), *kinds
 
     return signature
 

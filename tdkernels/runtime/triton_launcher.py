@@ -38,7 +38,29 @@ _MAX_MAPS = 256  # per descriptor; the number of addresses is unbounded
 
 
 class Rows(int):
-    """A size of a descriptor that differs between launches: the first dimension of its tensor."""
+    """A number of rows that differs between launches of a ``BoundLaunch`` or a ``Launch``.
+
+    As a size of a descriptor it is the first dimension of the descriptor's tensor.
+    """
+
+
+def without_rows(layouts: list[Any], numbers: Sequence[int]) -> None:
+    """Remove the number of rows R from layouts, tuples that begin with a shape, or None.
+
+    R is the first dimension of the first layout.
+
+    Args:
+        layouts: The layouts, changed in place.
+        numbers: Indices of the layouts from which it is removed if their first dimension is R and R is more than 1.
+            So one scale for all rows differs from a scale for each row.
+    """
+    rows = layouts[0][0][:1]
+    if not rows or rows[0] <= 1:
+        return
+    for number in numbers:
+        layout = layouts[number]
+        if layout is not None and layout[0][:1] == rows:
+            layouts[number] = layout[0][1:], layout[1:]
 
 
 class BoundLaunch:

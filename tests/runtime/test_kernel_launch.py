@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tdkernels
+from tdkernels.rounding import next_power_of_2, rounded_rows
 from tdkernels.runtime import kernel_launch, recorder
 from tdkernels.runtime.triton_launcher import Rows
 from tdkernels.symm import get_workspace, resolve_group
@@ -137,13 +138,28 @@ def test_launches_for_any_number_of_rows():
         assert y.shape == (rows, 3)
         given = kernel.given.pop()
         assert given[0] is x and given[1] is y and given[2:] == [rows, 5]
-    # Rows are rounded to multiples of 16 or 32 here. One row has a signature of its own.
-    assert prepared == [33, 49, 1, 2, 2000, 2047]
+    # Rows are rounded up to 1, 2, 16, 48, 64, 2016 and 2048.
+    assert prepared == [33, 49, 1, 2, 16, 2000, 2047]
 
 
 def test_kernels_must_not_be_compiled_for_the_number_of_rows():
     with pytest.raises(AssertionError, match="is compiled for the number of rows, argument 2"):
         _launch_by_rows(kernel_launch._LocalWorkspace(), _RowsKernel(2), torch.zeros(33, 2))
+
+
+def test_rounded_rows():
+    """Tuned configs are selected by the next power of two, so all numbers that share a launch must share it."""
+    for rows in (*range(1, 3000), 32768, 32769, 65535):
+        rounded = rounded_rows(rows)
+        assert rows <= rounded <= rows + max(rows // 32, 15) and rounded_rows(rounded) == rounded
+        assert next_power_of_2(rounded) == next_power_of_2(rows)
+    assert [rounded_rows(rows) for rows in (0, 1, 3, 9, 17, 1030, 32769)] == [0, 1, 4, 16, 32, 1056, 33792]
+    assert len({rounded_rows(rows) for rows in range(32769, 65537)}) == 32
+
+
+def test_launches_depend_on_the_number_of_rows_on_amd(monkeypatch):
+    monkeypatch.setattr(kernel_launch, "_ON_AMD", True)
+    assert kernel_launch.rows_signature.__wrapped__(0) is kernel_launch.operand_signature
 
 
 def test_signature_by_rows():

@@ -88,7 +88,7 @@ def encoded(monkeypatch):
         if metadata is None:
             return plain(arg, None, *rest)
         addresses.append(arg.base.data_ptr())
-        return [("map", arg.base.data_ptr()), *arg.shape, *arg.strides]
+        return [("map", arg.base.data_ptr(), *arg.shape), *arg.shape, *arg.strides]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", make)
     return addresses

@@ -14,7 +14,7 @@ from tdkernels.ops.experts.dispatch.kernel_combine import ep_combine_kernel
 from tdkernels.ops.experts.dispatch.kernel_dispatch import ep_dispatch_kernel
 from tdkernels.ops.experts.dispatch.payload import MAX_CHUNKS, as_memories, pieces_trace
 from tdkernels.ops.experts.dispatch.routing import Routing
-from tdkernels.rounding import next_power_of_2, round_up, rounded_rows
+from tdkernels.rounding import next_power_of_2, round_up, round_up_to_part
 from tdkernels.runtime.kernel_launch import launch_cached, pointer_signature
 from tdkernels.symm.early_error import part_of_call
 from tdkernels.symm.group import group_state
@@ -122,7 +122,7 @@ class CountedRouting(Routing):
         """
         assert self.received is None, "rows were received already"
         if self.shape.max_tokens is None:
-            self.rows = rounded_rows(self.rows)
+            self.rows = round_up_to_part(self.rows, parts=64, least=16)
 
     # Used by ``launch``:
 

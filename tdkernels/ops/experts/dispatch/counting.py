@@ -23,7 +23,7 @@ from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
 )
 from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes
 from tdkernels.ops.experts.dispatch.request import RoutingShape
-from tdkernels.rounding import cdiv, next_power_of_2, rounded_rows
+from tdkernels.rounding import cdiv, next_power_of_2, round_up_to_part
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
@@ -135,7 +135,7 @@ def _multinode_routing(common, local_world_size, node_tables, summary):
 
 def _rows_for(most):
     """Return the rows to allocate for an upper bound, rounded up: fewer distinct sizes need fewer consensus checks."""
-    return rounded_rows(max(most, 1), parts=16, least=_FEWEST_ROWS)
+    return round_up_to_part(max(most, 1), parts=16, least=_FEWEST_ROWS)
 
 
 # ---- errors ----

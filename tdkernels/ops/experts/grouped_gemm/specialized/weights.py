@@ -4,8 +4,8 @@ A step has STEP rows of a group. The last step may also have rows of the next gr
 NaN. The warp that loads sets them to zero in shared memory, in both operands, before it passes on the step. Meanwhile
 the tensor cores have the steps before, and the next step is loaded. A group without rows has one step of zeros.
 
-Of the last of several steps of a group, 16, 32 or all rows are multiplied, as few as possible. The rows after these are
-not set to zero.
+If a group has several steps, only 16, 32 or all rows of the last one are multiplied, as few as possible. The rows after
+these are not set to zero.
 
 Arguments of several functions:
 
@@ -112,7 +112,8 @@ def _multiplied_rows(steps, count):
 
 @gluon.jit
 def _finish_step(memory, bars, step, count, multiplied, phases):
-    """Set the rows of step number ``step`` to zero that do not belong to its group, and pass it on, if there are any.
+    """If step number ``step`` has rows of no group or of the next one, pass it on. First set those to zero that are
+    multiplied.
 
     count: number of rows that belong to the group
     multiplied: number of rows that are multiplied

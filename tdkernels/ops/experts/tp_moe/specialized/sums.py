@@ -24,9 +24,10 @@ def passes_in_flight(rows, few_registers):
 
 @gluon.constexpr_function
 def tokens_of_pass(rows, warps, few_registers, columns):
-    """Return the number of tokens that warps add in a pass, if each has ``rows`` rows: as many as fit in registers.
+    """Return the number of tokens that warps add in a pass, if each has ``rows`` rows.
 
-    Two warps share a token then, if it has more columns than the threads of one warp take in pairs of 4.
+    Two warps share a token if its rows would take too many registers otherwise. With at most 256 columns they do not,
+    since each of the 32 threads of a warp takes 8 columns.
     """
     return warps // 2 if columns > 256 and (few_registers or rows > 10) else warps
 
