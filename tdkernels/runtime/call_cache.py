@@ -136,7 +136,8 @@ class CachedCall:
         outputs = launch(tensors)
         if type(self._shape) is list:
             return [output.view(shape) for output, shape in zip(outputs, self._shape)]
-        return outputs[0] if self._shape in (None, outputs[0].shape) else outputs[0].view(self._shape)
+        y = outputs[0]
+        return y if self._shape is None or y.shape == self._shape else y.view(self._shape)
 
 
 def _no_launch():

@@ -242,9 +242,8 @@ class Launch:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
         self._output_specs = [
-            (sizes, tensor.dtype, getattr(tensor, "is_zeros", False), Rows in map(type, sizes[:1]))
-            for tensor in output_specs
-            for sizes in [tuple(getattr(tensor, "sizes", tensor.shape))]
+            (spec.sizes, spec.dtype, spec.is_zeros, Rows in map(type, spec.sizes[:1]))  # type: ignore[attr-defined]
+            for spec in output_specs
         ]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *output_specs)) if tensor is not None}
         call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)

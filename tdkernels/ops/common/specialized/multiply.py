@@ -92,8 +92,9 @@ def _multiply_part(
 ):
     """Multiply the first ``depth`` elements of K of the last step: 16, 32 or all. Return what ``_multiply_step`` does.
 
-    Each branch waits for its product. Otherwise ptxas might serialize all products. With another order of the branches,
-    ptxas 12.8 omits an instruction (docs/performance/notes/host-and-compiler.md); test_specialized.py would find it.
+    Each branch waits for its product. Otherwise ptxas might serialize all products. If the order of the branches is 16,
+    32, all, ptxas 12.8 omits an instruction (docs/performance/notes/host-and-compiler.md). A test of the machine code
+    finds that.
     """
     if depth > 32:
         acc, turn = _multiply_step(memory, bars, acc, turn, WHICH, WIDTH, W_IS_KN, False)

@@ -112,8 +112,9 @@ def _multiplied_rows(steps, count):
 
 @gluon.jit
 def _finish_step(memory, bars, step, count, multiplied, phases):
-    """If step number ``step`` has rows of no group or of the next one, pass it on. First set those to zero that are
-    multiplied.
+    """If step number ``step`` has rows that are not of its group, set them to zero as far as they are multiplied.
+
+    Then pass the step on.
 
     count: number of rows that belong to the group
     multiplied: number of rows that are multiplied
