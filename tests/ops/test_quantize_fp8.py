@@ -103,6 +103,38 @@ def rounds_to_nearest_even():
             same(got, (expected.t().contiguous() if transpose else expected, given), f"{dtype} {scale} {transpose}")
 
 
+def divides_as_ieee():
+    """Quotients next to the middle between two codes, for scales of all sizes."""
+    generator = torch.Generator().manual_seed(7)
+    integers = lambda *shape, below: torch.randint(below, shape, generator=generator)  # noqa: E731
+    middles = torch.cat([torch.arange(1, 32) * 2.0**exponent for exponent in range(-20, 12)])
+    for dtype, code in itertools.product(DTYPES, FORMATS[:2]):
+        narrow, rows = dtype == torch.float16, 96
+        exponents = integers(rows, 1, below=16 if narrow else 240) - (12 if narrow else 120)
+        largest = ((1 + torch.rand(rows, 1, generator=generator)) * torch.exp2(exponents.float())).to(dtype)
+        quotients = middles[integers(rows, 272, below=middles.numel())]
+        x = (quotients * (largest.float() / torch.finfo(code).max)).to(dtype)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        x = (x.view(bits) + (integers(rows, 272, below=5) - 2).to(bits)).view(dtype)
+        x = torch.where(x.abs() <= largest, x, largest)
+        x[:, 0] = largest[:, 0]
+        equals_reference((x * (2 * integers(rows, 272, below=2) - 1)).to(device()), formats=[code])
+
+
+def divides_by_a_given_scale():
+    """Powers of two over scales just below powers of two, and negative scales."""
+    powers = torch.exp2(torch.arange(-149, 128).float()).repeat(2, 1)
+    powers[1] *= -1
+    for exponent in (-126, -81, -80, -9, 0, 9, 79, 80, 127):
+        for sign in (1, -1):
+            given = torch.full((1, 1), sign * (2 - 2.0**-23) * 2.0**exponent)
+            for dtype in (torch.float32, torch.bfloat16):
+                x = powers.to(dtype)
+                got = tdkernels.quantize_fp8(x.to(device()), "tensor", scale=given.to(device()))
+                codes = (x.float() / given).clamp(-448, 448).to(torch.float8_e4m3fn)
+                same(got, (codes, given), f"{exponent=} {sign=} {dtype}")
+
+
 def quantizes_by_a_given_scale():
     x = draw(37, 200)
     for transpose in (False, True):
@@ -141,8 +173,8 @@ def dequantizes_rows():
 @pytest.mark.parametrize(
     "check",
     [
-        quantizes, quantizes_long_groups, quantizes_special_values, rounds_to_nearest_even, quantizes_by_a_given_scale,
-        dequantizes_rows,
+        quantizes, quantizes_long_groups, quantizes_special_values, rounds_to_nearest_even, divides_as_ieee,
+        divides_by_a_given_scale, quantizes_by_a_given_scale, dequantizes_rows,
     ],
 )
 def test_values(check):

@@ -119,7 +119,7 @@ def normalize_registers(
     else:
         y = tl.where(mask, _rounded(y, DTYPE), 0.0)
         scale = _store_scale(scale_ptr, row, td.max_of(magnitude_bits(y), 0), first, FORMAT)
-        codes = scaled_codes(y, tl.broadcast_to(scale, y.shape), FORMAT)
+        codes = scaled_codes(y, scale, FORMAT, DTYPE)
         tl.store(_code_pointers(y_ptr) + row * hidden + offs, codes, mask=stored)
 
 
@@ -182,5 +182,5 @@ def normalize_memory(
         for start in range(0, hidden, BLOCK):
             y, mask = _block_of_y(r_ptr, start, offs, hidden, mean, rstd, weight_ptr, bias_ptr, NORM, DTYPE)
             y = tl.where(mask, td.to_float32(y), 0.0)
-            codes = scaled_codes(y, tl.broadcast_to(scale, y.shape), FORMAT)
+            codes = scaled_codes(y, scale, FORMAT, DTYPE)
             tl.store(_code_pointers(y_ptr) + row * hidden + start + offs, codes, mask=mask)

@@ -55,7 +55,7 @@ def quantize_rows_kernel(
     if ONE_PASS:
         x = _load_tile(x_ptr, row, lane, rows, columns, stride)
         scale = scale_of_bits(td.max_of(magnitude_bits(x), 1), FORMAT)
-        codes = scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+        codes = scaled_codes(x, scale[:, None], FORMAT, x_ptr.dtype.element_ty)
         _store_tile(codes_ptr, codes, row, lane, rows, columns, False)
     else:
         largest = tl.full((BLOCK_R, BLOCK_C), 0, tl.int32)
@@ -65,7 +65,7 @@ def quantize_rows_kernel(
         scale = scale_of_bits(td.max_of(largest, 1), FORMAT)
         for first in range(0, columns, BLOCK_C):
             x = _load_tile(x_ptr, row, first + lane, rows, columns, stride)
-            codes = scaled_codes(x, tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C)), FORMAT)
+            codes = scaled_codes(x, scale[:, None], FORMAT, x_ptr.dtype.element_ty)
             _store_tile(codes_ptr, codes, row, first + lane, rows, columns, False)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -81,7 +81,7 @@ def quantize_columns_kernel(
     row = tl.arange(0, BLOCK_R)
     x = _load_tile(x_ptr, row, column, rows, columns, stride)
     scale = scale_of_bits(td.max_of(magnitude_bits(x), 0), FORMAT)
-    codes = scaled_codes(x, tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C)), FORMAT)
+    codes = scaled_codes(x, scale[None, :], FORMAT, x_ptr.dtype.element_ty)
     _store_tile(codes_ptr, codes, row, column, rows, columns, True)
     tl.store(scale_ptr + column, scale, mask=column < columns)
 
@@ -133,27 +133,28 @@ def quantize_tiles_kernel(
     row, column = tile_r * BLOCK_R + tl.arange(0, BLOCK_R), tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
     x = _load_tile(x_ptr, row, column, rows, columns, stride)
     if AXIS == GIVEN:
-        each = tl.full((BLOCK_R, BLOCK_C), 1.0, tl.float32) * tl.load(known_ptr)
+        each = tl.load(known_ptr + tl.full((1, 1), 0, tl.int32))
     elif AXIS == MATRIX:
         scale = scale_of_bits(tl.load(known_ptr + tl.full((1,), 0, tl.int32)), FORMAT)
         tl.store(scale_ptr + tl.arange(0, 1), scale, mask=tl.full((1,), tile, tl.int32) == 0)
-        each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
+        each = scale[:, None]
     elif AXIS == WHOLE_COLUMN:
         scale = scale_of_bits(tl.load(known_ptr + column, mask=column < columns, other=0), FORMAT)
         tl.store(scale_ptr + column, scale, mask=(column < columns) & (tile_r == 0))
-        each = tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C))
+        each = scale[None, :]
     elif AXIS == ROW:
         scale = scale_of_bits(td.max_of(magnitude_bits(x), 1), FORMAT)
         tl.store(scale_ptr + row.to(tl.int64) * tiles_c + tile_c, scale, mask=row < rows)
-        each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
+        each = scale[:, None]
     elif AXIS == COLUMN:
         scale = scale_of_bits(td.max_of(magnitude_bits(x), 0), FORMAT)
         tl.store(scale_ptr + column.to(tl.int64) * tiles_r + tile_r, scale, mask=column < columns)
-        each = tl.broadcast_to(scale[None, :], (BLOCK_R, BLOCK_C))
+        each = scale[None, :]
     else:
         largest = td.max_of(td.max_of(magnitude_bits(x), 1), 0)
         scale = scale_of_bits(tl.full((1,), 0, tl.int32) + largest, FORMAT)
         place = tile_c * tiles_r + tile_r if TRANSPOSE else tile_r * tiles_c + tile_c
         tl.store(scale_ptr + place + tl.arange(0, 1), scale)
-        each = tl.broadcast_to(scale[:, None], (BLOCK_R, BLOCK_C))
-    _store_tile(codes_ptr, scaled_codes(x, each, FORMAT), row, column, rows, columns, TRANSPOSE)
+        each = scale[:, None]
+    codes = scaled_codes(x, each, FORMAT, x_ptr.dtype.element_ty, AXIS != GIVEN)
+    _store_tile(codes_ptr, codes, row, column, rows, columns, TRANSPOSE)

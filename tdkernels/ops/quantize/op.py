@@ -6,7 +6,7 @@
     "block"      [rows, ceil(K / 128)]; for a weight also per 128 rows      1
 
 The scale of a group of elements is their largest magnitude over the largest value of the format. A code is the element
-over its scale, rounded to nearest even. Both divisions are IEEE divisions of fp32.
+over its scale, rounded to nearest even. The results are those of IEEE divisions of fp32.
 """
 
 from typing import Any
