@@ -203,6 +203,21 @@ def request_number(counter_ptr):
 
 
 @gluon.jit
+def reset_after(counter_ptr, number, total):
+    """Reset the counter of ``request_number`` if ``number`` is the last one of this launch, in a partition of one warp.
+
+    Each program requests numbers until it gets one that is not below ``total``. So the last number of all programs is
+    ``total`` + programs - 1, and none is requested after it.
+    """
+    is_last = number == total + gl.num_programs(0) - 1
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;"
+        " setp.ne.and.s32 first, $2, 0, first; @first st.relaxed.gpu.global.b32 [$1], 0; mov.b32 $0, 0; }",
+        "=r,l,r,~{memory}", [counter_ptr, is_last.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def request_by_warp(ctx, QUEUE: gl.constexpr):
     """``fetch_work_item`` in a partition of one warp; ``item_of_warp`` returns the number."""
     return request_number(_counter(ctx, QUEUE))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime import driver
 
 from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
@@ -201,7 +202,7 @@ def local_workspace_of(device: torch.device) -> _LocalWorkspace:
         return _local_workspace_of_stream(device, None)
     if torch.cuda.is_current_stream_capturing():
         return _LocalWorkspace()
-    return _local_workspace_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+    return _local_workspace_of_stream(device, driver.active.get_current_stream(device.index))
 
 
 class Launch:
@@ -218,7 +219,8 @@ class Launch:
             of ``output_specs`` become the number of rows of each call: the first dimension of the first operand, or of
             the tensor of the descriptor.
         output_specs: from ``output_spec``, the tensors that each call allocates.
-        fixed: tensors of the workspace in ``args``, and bases of descriptors, which are the same in every call.
+        fixed: tensors of the workspace in ``args``, and bases of descriptors, which are the same in every call. With a
+            local workspace they are from ``local_flags``.
         checks_errors: whether a call raises errors that earlier launches reported. False in the middle of an operator:
             a rank that raised an error of the same call there would leave its peers waiting.
 
@@ -241,6 +243,8 @@ class Launch:
     ) -> None:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
+        words = [tensor for tensor in fixed if tensor is not None] if self._ctx is None else []
+        self._device_of_words = words[0].device if words else None  # of a local workspace
         self._output_specs = [
             (spec.sizes, spec.dtype, spec.is_zeros, Rows in map(type, spec.sizes[:1]))  # type: ignore[attr-defined]
             for spec in output_specs
@@ -293,5 +297,10 @@ class Launch:
         return outputs
 
     def is_current(self) -> bool:
-        """Return whether the workspace still has the buffer that this launch was prepared for."""
+        """Return whether the workspace still has the buffer that this launch was prepared for.
+
+        A launch with private words of a local workspace is current on its stream only, outside of captured graphs.
+        """
+        if self._device_of_words is not None:
+            return local_workspace_of(self._device_of_words) is self._workspace
         return self._workspace.ctx is self._ctx

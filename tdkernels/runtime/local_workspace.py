@@ -6,10 +6,12 @@ since the stream of the replay is not known.
 """
 
 import torch
+from triton.runtime import driver
 
 from tdkernels.rounding import round_up
 
 _SLAB = 1 << 16  # words per allocation; each allocation takes a launch
+_LINE = 16  # words of a cache line
 
 _slabs: dict = {}  # device -> (zeros, number of words in use)
 _of_stream: dict = {}  # (device, stream) -> words
@@ -27,15 +29,16 @@ def _take(device, count):
 
 def local_flags(device: torch.device, count: int) -> torch.Tensor:
     """Return at least ``count`` zeroed 64-bit words for a launch on the current stream."""
-    count = round_up(count, 128)
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
+        count = round_up(count, _LINE)  # a model may have thousands of captured launches
         zeros, taken = _slabs.get(device, ((), 0))
         if taken + count > len(zeros):
             return torch.zeros(count, dtype=torch.int64, device=device)  # the graph itself zeroes them at each replay
         return _take(device, count)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    count = round_up(count, 8 * _LINE)
+    key = device, driver.active.get_current_stream(device.index)
     words = _of_stream.get(key)
     if words is None or len(words) < count:
         with torch.inference_mode(False):

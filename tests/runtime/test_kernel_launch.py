@@ -196,6 +196,16 @@ class _NoKernel:
         pass
 
 
+def test_private_words_belong_to_a_stream(monkeypatch):
+    here, elsewhere = kernel_launch._LocalWorkspace(), kernel_launch._LocalWorkspace()
+    words, x = torch.zeros(1), torch.zeros(1)
+    with_words = kernel_launch.Launch(here, _NoKernel(), (1,), (x, words), {}, (x,), [], [None, words])
+    without = kernel_launch.Launch(here, _NoKernel(), (1,), (x,), {}, (x,), [], [None])
+    for workspace in (here, elsewhere):
+        monkeypatch.setattr(kernel_launch, "local_workspace_of", lambda device, workspace=workspace: workspace)
+        assert with_words.is_current() == (workspace is here) and without.is_current()
+
+
 @pytest.mark.parametrize("checks_errors", [True, False])
 def test_errors_are_checked_only_if_requested(checks_errors):
     counter, x = _CheckCounter(), torch.zeros(1)

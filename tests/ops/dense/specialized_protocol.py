@@ -285,6 +285,10 @@ class Run:
         self.next_item += 1
         return self.next_item - 1
 
+    def _check_reset(self, counter, number, total):
+        """There is one program, so its last number is the one after those of the work items."""
+        assert number == total == self.next_item - 1
+
     def _mark(self, trace, kind, warps, peer=-1):
         if trace[0] is not None:
             self.marks.setdefault(trace[1], []).append(kind)

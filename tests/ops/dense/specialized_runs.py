@@ -320,7 +320,8 @@ class GroupGemmRun(Run):
     def names(self):
         return {
             "_groups_of": lambda splits, tiles_n, experts: (None, splits), "_place_of": self._place_of,
-            "request_number": lambda counter: None, "partition_barrier": self.schedule.until,
+            "request_number": lambda counter: None, "reset_after": self._check_reset,
+            "partition_barrier": self.schedule.until,
             "swiglu": lambda gate, up: _Activated(gate, up), "_store_rows": self._store_rows,
         }
 

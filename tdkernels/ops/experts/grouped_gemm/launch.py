@@ -197,11 +197,10 @@ def _prepare(workspace, x, w, splits, activation, keep, config, scales):
     operands = x, w, splits, *gemm_operands.scale_operands(scales)
     layout, config = memory_layout(w, activation), config_for(x, w, config, activation, scales)
     if _specializes(x, w, layout, activation, config, scales):
-        counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
+        counter = launch_specialized.work_counter(x.device)
         args, constants = launch_specialized.arguments(x, rows, w, layout, splits, counter, y, pre, config, scales)
-        made.append(counter)
         grid = (launch_specialized.num_programs(most, experts, layout, x.device),)
-        return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [])
+        return Launch(workspace, launch_specialized.kernel(), grid, args, constants, operands, made, [counter])
     tiles = config.tiles
     args, constants = _arguments(x, rows, w, layout, splits, y, pre, activation, tiles, scales)
     upper = (most // tiles.block_m + min(experts, most)) * cdiv(layout[1], constants["PRODUCT"].block_n)

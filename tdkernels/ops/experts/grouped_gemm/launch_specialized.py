@@ -13,6 +13,7 @@ from tdkernels.ops.experts.grouped_gemm.layout import MemoryLayout, tma_fits
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
+from tdkernels.runtime.local_workspace import local_flags
 
 _BLOCK_M, _BLOCK_N = SPECIALIZED_TILE
 _LEAST_EXPERTS = 32  # a group for each lane of a warp
@@ -75,13 +76,18 @@ def output_descriptor(y: torch.Tensor) -> Any:
     return descriptor(y, [1, rows, n], [rows * n, n, 1], [1, _BLOCK_M // 2, _BLOCK_N // 2])
 
 
+def work_counter(device: torch.device) -> torch.Tensor:
+    """Return the counter of a launch's work queue. It belongs to a stream or a captured launch, see ``local_flags``."""
+    return local_flags(device, 1).view(torch.int32)[:1]
+
+
 def arguments(
     x: torch.Tensor, rows: int, w: torch.Tensor, layout: MemoryLayout, splits: torch.Tensor,
     counter: torch.Tensor, y: torch.Tensor, pre: torch.Tensor | None, config: Any, scales: Scales | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the kernel for operands that ``supports`` accepts.
 
-    ``rows`` is their number, which may be a ``Rows``. ``counter`` is an int32 zero.
+    ``rows`` is their number, which may be a ``Rows``. ``counter`` is from ``work_counter``.
     """
     k, experts = x.shape[1], w.shape[0]
     x_desc = specialized.rows_descriptor(x, 1, rows, rows * k)

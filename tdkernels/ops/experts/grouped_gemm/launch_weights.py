@@ -12,7 +12,7 @@ from tdkernels.ops.common.specialized.launch import suits
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE, STEP_BYTES, Tiles, default_tiles
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig, with_tiles_of
 from tdkernels.ops.experts.grouped_gemm.kernel import group_gemm_weights_kernel
-from tdkernels.ops.experts.grouped_gemm.launch_specialized import experts_of_warp, has_registers
+from tdkernels.ops.experts.grouped_gemm.launch_specialized import experts_of_warp, has_registers, work_counter
 from tdkernels.rounding import next_power_of_2, rounded_rows
 from tdkernels.runtime import gpu
 from tdkernels.runtime.gluon import descriptor, optional_kernel
@@ -103,10 +103,10 @@ def _prepare(workspace, dy, x, splits, experts, config):
     dw, config = output_spec(x, experts, n, k), _config_for(dy, x, experts, config)
     operands, tiles, rows = (dy, x, splits), config.tiles, Rows(x.shape[0])
     if specializes(dy, x, experts, config):
-        counter = output_spec(x, 1, dtype=torch.int32, zeros=True)
+        counter = work_counter(x.device)
         args, constants = specialized_arguments(dy, x, rows, splits, counter, dw, tiles.group_m)
         grid = (min(experts * tiles.count(n, k), gpu.available_sms(x.device)),)
-        return Launch(workspace, specialized_kernel(), grid, args, constants, operands, [dw, counter], [])
+        return Launch(workspace, specialized_kernel(), grid, args, constants, operands, [dw], [counter])
     args, constants = _arguments(dy, x, rows, splits, dw, tiles)
     grid = (experts * tiles.count(n, k),)
     return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, operands, [dw], [])

@@ -8,7 +8,7 @@ import torch
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles
 from tdkernels.ops.experts.grouped_gemm import launch, launch_specialized
-from tdkernels.runtime import kernel_launch
+from tdkernels.runtime import kernel_launch, local_workspace
 from tests.ops.dense import specialized_support
 from tests.ops.experts.grouped_gemm.oracle import Grouped
 from tests.support.ranks import device
@@ -100,20 +100,32 @@ def replays_in_a_graph():
 
 
 def runs_on_two_streams():
-    """Check calls with one cached launch on two streams at the same time: each has its own work queue."""
+    """Check calls with one cached launch on two streams at the same time: each has its own work queue.
+
+    The replays of a graph on one of the streams also have their own.
+    """
     x, w, splits = operands(torch.bfloat16, 4 * SPLITS, 1040, 448)
     used, expected = 4 * sum(SPLITS), tdkernels.group_gemm(x, w, splits, config=PLAIN)
     for _ in range(2):  # after two calls the launch is in the call cache, which does not depend on the stream
         tdkernels.group_gemm(x, w, splits, config=CONFIG)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = tdkernels.group_gemm(x, w, splits, config=CONFIG)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     found = []
-    for _ in range(10):
+    for turn in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(tdkernels.group_gemm(x, w, splits, config=CONFIG))
+                if turn < 10 or stream is streams[0]:
+                    found.append(tdkernels.group_gemm(x, w, splits, config=CONFIG))
+                else:
+                    replayed.fill_(torch.nan)
+                    graph.replay()
+                    found.append(replayed.clone())
     torch.cuda.synchronize()
     assert all(torch.equal(result[:used], expected[:used]) for result in found)
+    assert not local_workspace._slabs[x.device][0].any(), "a launch has not reset its work queue"
 
 
 def cuts_off_splits(splits):

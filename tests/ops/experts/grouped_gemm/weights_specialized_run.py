@@ -51,7 +51,8 @@ class WeightsRun(Run):
         return {
             "_ends_of_groups": lambda splits, experts: None, "_place_of": lambda tile, problem: (tile, tile, 0),
             "_group_of": lambda expert, ends, experts: (expert * GROUP, expert * GROUP + self.rows[expert]),
-            "request_number": lambda counter: None, "partition_barrier": self.schedule.until,
+            "request_number": lambda counter: None, "reset_after": self._check_reset,
+            "partition_barrier": self.schedule.until,
             "no_epilogue": self._check_place, "_keep_rows": self._keep_rows,
         }
 

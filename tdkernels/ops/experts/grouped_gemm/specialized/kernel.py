@@ -39,7 +39,7 @@ def group_gemm_specialized_kernel(
     x_desc: tensor descriptor of [1, R, K] with blocks [1, HALF_M, BLOCK_K]
     w_desc: of [planes * N, K] with blocks [HALF_N, BLOCK_K]; W_IS_KN: of [experts * K, N] with [BLOCK_K, HALF_N]
     y_desc, pre_desc: of [1, R, N] and [1, R, 2 * N] with blocks [1, HALF_M, HALF_N]; pre_ptr and pre_desc may be None
-    counter_ptr: an int32 zero, the work queue
+    counter_ptr: an int32 that is zero before and after the launch, the work queue
     PAIR: SwiGLU, "swiglu"; ``pre_ptr``: where to store its input
     x_scale_ptr, w_scale_ptr: scales of fp8 operands, otherwise None
     SCALING: kind of scales, "row" or "block", or "". "block" with PAIR: N is a multiple of HALF_N

@@ -34,7 +34,7 @@ def group_gemm_weights_specialized_kernel(
 
     dy_desc: tensor descriptor of [1, R, N] with blocks [1, STEP, HALF_M]
     x_desc: of [R, K] with blocks [STEP, HALF_N]
-    counter_ptr: an int32 zero, the work queue
+    counter_ptr: an int32 that is zero before and after the launch, the work queue
     dw_desc: of [num_experts, N, K] with blocks [1, HALF_M, HALF_N]
     """
     tiles_m, tiles_n = (N + BLOCK_M - 1) // BLOCK_M, (K + BLOCK_N - 1) // BLOCK_N

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tdkernels.lang.gluon_memory import reinterpret
-from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
+from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number, reset_after
 from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
@@ -109,7 +109,7 @@ def load_partition(
     """Fetch tiles, and load their operands.
 
     operands: descriptors of x [1, R, K] and of the weight [planes * N, K], or [experts * K, N] if W_IS_KN
-    counter_ptr: number of tiles that have been fetched, initially zero
+    counter_ptr: number of tiles that have been fetched, zero before and after the launch
 
     The next tile is requested STAGES steps before the end of the current one. Its number arrives meanwhile.
     """
@@ -129,6 +129,7 @@ def load_partition(
         answer = request_number(counter_ptr)
         turn = load_steps(operands, memory, bars, block, is_whole, turn, middle, steps, HALF_ROWS, W_IS_KN)
         tile = item_of_warp(answer)
+    reset_after(counter_ptr, tile, num_tiles)
     end_items(memory, bars, turn)
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tdkernels.lang.gluon_memory import reinterpret, tma_load
-from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number
+from tdkernels.lang.gluon_signals import item_of_warp, partition_barrier, request_number, reset_after
 from tdkernels.ops.common.gemm_tile import swizzle
 from tdkernels.ops.common.specialized.layout import (
     BLOCK_M,
@@ -141,7 +141,7 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
     """Fetch tiles, and load their operands.
 
     operands: descriptors of dy [1, R, N] for [1, STEP, HALF_M] elements and of x [R, K] for [STEP, HALF_N]
-    counter_ptr: number of tiles that have been fetched, initially zero
+    counter_ptr: number of tiles that have been fetched, zero before and after the launch
 
     The loads of a step begin before the step before it is finished. Otherwise there would be no loads in flight if each
     group has only one step.
@@ -166,6 +166,7 @@ def load_weights_partition(operands, memory, bars, splits, counter_ptr, problem,
             before, multiplied_before = count, multiplied
             turn += 1
         tile = item_of_warp(answer)
+    reset_after(counter_ptr, tile, num_tiles)
     _finish_step(memory, bars, turn + STAGES - 1, before, multiplied_before, phases)
     end_items(memory, bars, turn)
 
