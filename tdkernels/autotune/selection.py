@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 MODELLED, SIMILAR_GPU = "modelled", "similar_gpu"
 INVARIANT = "batch_invariant"  # the only source in the batch-invariant mode
+_LEAST_GAIN = 0.97  # time over that of the default config, above which the difference may be chance
 _GUESSES = MODELLED, NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
@@ -173,13 +174,24 @@ def _preferred(tunable, entries):
 
 
 def _similar(tunable, problem, device, source, mine, shipped):
-    """Return the Choice of an entry with the nearest shape, or None. The user's own entry of that shape comes first."""
+    """Return the Choice of an entry with the nearest shape, or None. The user's own entry of that shape comes first.
+
+    It is the default config if the tuned one was hardly faster for that shape: the default depends on the shape.
+    """
     similar = table.nearest([*mine, *shipped], problem)
     if similar is None:
         return None
     own, others = ([entry for entry in of if entry.problem == similar.problem] for of in (mine, shipped))
-    choice = _usable(tunable, problem, device, source, _preferred(tunable, own or others))
+    entry = _preferred(tunable, own or others)
+    if _is_as_fast_as_default(entry):
+        return Choice(tunable.default(problem, device), DEFAULT)
+    choice = _usable(tunable, problem, device, source, entry)
     return choice if choice is not None and tunable.suits(choice.config, problem, device) else None
+
+
+def _is_as_fast_as_default(entry):
+    """Return whether the default config, which was another one, took about as long. False if that is not known."""
+    return entry.default_ms is not None and _LEAST_GAIN * entry.default_ms < entry.ms < entry.default_ms
 
 
 def _from_similar_gpu(tunable, problem, device):

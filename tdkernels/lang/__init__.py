@@ -28,7 +28,7 @@ from tdkernels.lang.failure_record import end_wait, failed, failed_for_all
 from tdkernels.lang.host_error import report_if
 from tdkernels.lang.intra_node import notify_node, wait_plan_node
 from tdkernels.lang.kernel import jit
-from tdkernels.lang.math import dot, from_e4m3, from_float32, to_e4m3, to_float32
+from tdkernels.lang.math import dot, from_e4m3, from_float32, sigmoid, to_e4m3, to_float32
 from tdkernels.lang.memory import (
     add_release,
     await_tma_stores,
@@ -66,7 +66,7 @@ __all__ = [
     "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
     "launch_dependents", "load_acquire", "local_ranks", "mark", "max_of", "notify", "notify_all", "notify_node",
     "num_ranks", "pointer_to", "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "report_if",
-    "running_sum", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
+    "running_sum", "sigmoid", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
     "store_release_if", "sum_of", "symm_at", "symm_base", "take_first_ticket", "target", "to_e4m3", "to_float32",
     "wait", "wait_for_prerequisites", "wait_plan", "wait_plan_all", "wait_plan_node",
 ]

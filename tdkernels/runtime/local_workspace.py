@@ -14,6 +14,7 @@ _SLAB = 1 << 16  # words per allocation; each allocation takes a launch
 _LINE = 16  # words of a cache line
 
 _slabs: dict = {}  # device -> (zeros, number of words in use)
+_full: list = []  # earlier slabs: captured graphs, which hold no reference, may use their words
 _of_stream: dict = {}  # (device, stream) -> words
 
 
@@ -21,6 +22,8 @@ def _take(device, count):
     """Return ``count`` unused words of the device's slab; allocate a new slab if they do not fit."""
     zeros, taken = _slabs.get(device, (None, 0))
     if zeros is None or taken + count > len(zeros):
+        if zeros is not None:
+            _full.append(zeros)
         zeros, taken = torch.zeros(max(_SLAB, count), dtype=torch.int64, device=device), 0
         torch.cuda.current_stream(device).synchronize()  # other streams use words of this slab, too
     _slabs[device] = zeros, taken + count

@@ -124,3 +124,20 @@ def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatc
     mine.append(now)
     assert selected(model) == (2, "cache")
     assert selected(older, model, shape=near) == (2, "nearest")
+
+
+def test_nearest_shape_without_a_gain(monkeypatch):
+    """The config of another shape is used only if it was clearly faster than the default config there."""
+    tuned, device = tunable("gemm_rs"), torch.device("cpu")
+    config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=3))
+    entry = make_entry("gemm_rs", config=config, versions=versions(tuned))
+    near = replace(entry.problem, shape=(8192, 4096, 8192))
+    default = tuned.default(near, device)
+    # Of equal times the config was the default then, which may be another one now.
+    for share, is_used in ((None, True), (0.9, True), (0.969, True), (0.971, False), (0.999, False), (1.0, True)):
+        timed = replace(entry, default_ms=None if share is None else entry.ms / share)
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name, timed=timed: [timed])
+        choice = selection.look_up(tuned, near, device, "cached")
+        assert choice.source == ("nearest" if is_used else "default")
+        assert choice.config == (tuned.config_from_dict(config) if is_used else default)
+        assert selection.look_up(tuned, entry.problem, device, "cached").source == "shipped"

@@ -18,13 +18,13 @@ _COLUMNS = 512
 
 @td.jit
 def swiglu(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return gate * td.sigmoid(gate) * up
 
 
 @td.jit
 def swiglu_gradient(dh, gate, up):
     """Return (gradient of gate, gradient of up)."""
-    share = 1.0 / (1.0 + tl.exp(-gate))
+    share = td.sigmoid(gate)
     return dh * up * share * (1.0 + gate * (1.0 - share)), dh * gate * share
 
 
