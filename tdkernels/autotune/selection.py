@@ -5,7 +5,7 @@ package, the nearest shape in either, the shipped table of a similar GPU, and th
 user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
 config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
 measured with the current kernels or not before the modelled one comes first, then the modelled one. A measured entry of
-other kernels gives way to the heuristic config if that runs a newer kind of kernel.
+other kernels, or a modelled one of another shape, gives way to the heuristic config if that runs a newer kind of kernel.
 Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
@@ -213,14 +213,15 @@ def _usable(tunable, problem, device, source, entry):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None:
-        return None if _is_superseded(tunable, problem, device, config, entry) else Choice(config, source, entry)
+        superseded = source != MODELLED and _is_superseded(tunable, problem, device, config, entry)
+        return None if superseded else Choice(config, source, entry)
     disk_cache.report(f"the {source} entry", f"for {entry.problem} is not used: {reason}")
     return None
 
 
 def _is_superseded(tunable, problem, device, config, entry):
     """Return ``Tunable.is_superseded`` for an entry that was measured with other kernels."""
-    if entry.modelled or not tunable.is_superseded(config, problem, device):
+    if not tunable.is_superseded(config, problem, device):
         return False
     return entry.versions.get("kernels") != versions(tunable)["kernels"]
 

@@ -79,6 +79,7 @@ def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, 
     assert selected(lower, of_higher) == selected(lower, of_higher, near=True) == "default"
     assert selected(lower, of_higher, current_kernels=True) == "shipped"
     assert selected(lower, of_higher, modelled=True) == "modelled"
+    assert selected(lower, of_higher, modelled=True, near=True) == "default"
     assert selected(higher, of_higher) == "shipped" and selected(higher, of_higher, near=True) == "nearest"
     assert selected(higher, replace(best, **{"warp_specialize": False, **lower})) == "shipped"
 
