@@ -5,7 +5,8 @@ package, the nearest shape in either, the shipped table of a similar GPU, and th
 user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
 config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
 measured with the current kernels or not before the modelled one comes first, then the modelled one. A measured entry of
-other kernels, or a modelled one of another shape, gives way to the heuristic config if that runs a newer kind of kernel.
+other kernels gives way to the heuristic config if that runs a newer kind of kernel. So does a modelled one of another
+shape.
 Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
