@@ -130,7 +130,7 @@ _ORIGIN = {
     "modelled": "the table shipped with tdkernels: tuned on one GPU with a model of the link",
     "nearest": "the nearest tuned shape",
     "similar_gpu": "the table shipped with tdkernels for a similar GPU",
-    "default": "the built-in heuristic: no similar shape was tuned with its kind of kernel",
+    "default": "the built-in heuristic: no entry of a similar shape is better",
     "batch_invariant": "the batch-invariant mode",
 }
 

@@ -6,7 +6,7 @@ user's cache is used only with the versions that it was measured with. The shipp
 config that was best with other versions is a better guess than the heuristic. For the same problem, an entry that was
 measured with the current kernels or not before the modelled one comes first, then the modelled one. A measured entry of
 other kernels gives way to the heuristic config if that runs a newer kind of kernel. So does a modelled one of another
-shape.
+shape and other kernels.
 Rank 0 looks up the config and the other ranks follow, so their files may differ.
 """
 
@@ -177,14 +177,14 @@ def _preferred(tunable, entries):
 def _similar(tunable, problem, device, source, mine, shipped):
     """Return the Choice of an entry with the nearest shape, or None. The user's own entry of that shape comes first.
 
-    It is the default config if the tuned one was hardly faster for that shape: the default depends on the shape.
+    It is the default config if the tuned one was hardly faster for that shape, see ``Tunable.prefers_default``.
     """
     similar = table.nearest([*mine, *shipped], problem)
     if similar is None:
         return None
     own, others = ([entry for entry in of if entry.problem == similar.problem] for of in (mine, shipped))
     entry = _preferred(tunable, own or others)
-    if _is_as_fast_as_default(entry):
+    if tunable.prefers_default and _is_as_fast_as_default(entry):
         return Choice(tunable.default(problem, device), DEFAULT)
     choice = _usable(tunable, problem, device, source, entry)
     return choice if choice is not None and tunable.suits(choice.config, problem, device) else None
@@ -214,14 +214,15 @@ def _usable(tunable, problem, device, source, entry):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None:
-        superseded = source != MODELLED and _is_superseded(tunable, problem, device, config, entry)
+        is_modelled = entry.modelled and entry.problem.shape == problem.shape
+        superseded = not is_modelled and _is_superseded(tunable, problem, device, config, entry)
         return None if superseded else Choice(config, source, entry)
     disk_cache.report(f"the {source} entry", f"for {entry.problem} is not used: {reason}")
     return None
 
 
 def _is_superseded(tunable, problem, device, config, entry):
-    """Return ``Tunable.is_superseded`` for an entry that was measured with other kernels."""
+    """Return ``Tunable.is_superseded`` for an entry of other kernels."""
     if not tunable.is_superseded(config, problem, device):
         return False
     return entry.versions.get("kernels") != versions(tunable)["kernels"]

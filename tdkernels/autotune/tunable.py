@@ -57,6 +57,8 @@ class Tunable(ABC):
         layouts: Names of the layouts, the most common first. A layout encodes the memory layout of the operands, and
             other properties of a call that are not sizes but affect performance, such as the mask.
         alone: Whether there is something to tune for a single rank.
+        prefers_default: Whether the config of another shape that was hardly faster there than the default is not used.
+            The default depends on the shape. Only if the entries were compared with defaults like today's.
         plain_words: How ``explain`` describes the torch baseline: (what runs, what was measured).
         local_words: How ``explain`` describes ``local`` if it was measured.
         baseline: Name of the torch baseline, which is stored with its time. A new name, when a better baseline replaces
@@ -67,6 +69,7 @@ class Tunable(ABC):
     sizes: tuple
     layouts: tuple
     alone = False
+    prefers_default = False
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
     local_words = "the library alone"
     baseline = ""

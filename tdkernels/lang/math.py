@@ -39,7 +39,7 @@ def sigmoid(x):
     """Return 1 / (1 + exp(-x)) for fp32 x.
 
     On NVIDIA GPUs the result is 0 below -87.3, where it would be less than 2**-126. ``tl.exp`` and a division compute
-    such numbers, too, and take 7 more instructions for each element.
+    such numbers, too, and take 8 more instructions for each element.
     """
     if target() == "cuda":
         return tl.inline_asm_elementwise(

@@ -66,12 +66,14 @@ def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, 
     best = tuned.default(problem, device)
     assert best.warp_specialize
 
-    def selected(changes, default=best, current_kernels=False, modelled=False, near=False):
+    def selected(changes, default=best, current_kernels=False, modelled=False, near=False, kin=False):
         config = tuned.config_to_dict(replace(best, **{"warp_specialize": False, **changes}))
         kernels = {**current, "kernels": current["kernels"] if current_kernels else "older"}
         entry = make_entry(operator, config=config, versions=kernels, modelled=modelled)
-        entry = replace(entry, problem=replace(problem, shape=(8192, 8192, 4096)) if near else problem)
-        monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: [entry])
+        of_entry = replace(problem, gpu="Kin 9000") if kin else problem
+        entry = replace(entry, problem=replace(of_entry, shape=(8192, 8192, 4096)) if near else of_entry)
+        monkeypatch.setattr(selection, "KIN", {problem.gpu: "Kin 9000"} if kin else {})
+        monkeypatch.setattr(disk_cache, "shipped_entries", lambda _, gpu: [entry] * (gpu == of_entry.gpu))
         monkeypatch.setattr(type(tuned), "default", lambda self, problem, device: default)
         return selection.look_up(tuned, problem, device, "cached").source
 
@@ -80,6 +82,9 @@ def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, 
     assert selected(lower, of_higher, current_kernels=True) == "shipped"
     assert selected(lower, of_higher, modelled=True) == "modelled"
     assert selected(lower, of_higher, modelled=True, near=True) == "default"
+    assert selected(lower, of_higher, modelled=True, kin=True) == "similar_gpu"
+    assert selected(lower, of_higher, modelled=True, kin=True, near=True) == "default"
+    assert selected(lower, of_higher, kin=True) == "default"
     assert selected(higher, of_higher) == "shipped" and selected(higher, of_higher, near=True) == "nearest"
     assert selected(higher, replace(best, **{"warp_specialize": False, **lower})) == "shipped"
 
@@ -128,12 +133,17 @@ def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatc
 
 
 def test_nearest_shape_without_a_gain(monkeypatch):
-    """The config of another shape is used only if it was clearly faster than the default config there."""
+    """If ``prefers_default``, the config of another shape is used only if it was clearly faster than the default."""
     tuned, device = tunable("gemm_rs"), torch.device("cpu")
     config = asdict(tdkernels.GemmRsConfig(tiles=tdkernels.Tiles(16, 16, 16), item_tiles=3))
     entry = make_entry("gemm_rs", config=config, versions=versions(tuned))
     near = replace(entry.problem, shape=(8192, 4096, 8192))
     default = tuned.default(near, device)
+    assert tunable("group_gemm").prefers_default
+    timed = replace(entry, default_ms=entry.ms / 0.99)
+    monkeypatch.setattr(disk_cache, "shipped_entries", lambda *name: [timed])
+    assert selection.look_up(tuned, near, device, "cached").source == "nearest"
+    monkeypatch.setattr(type(tuned), "prefers_default", True)
     # Of equal times the config was the default then, which may be another one now.
     for share, is_used in ((None, True), (0.9, True), (0.969, True), (0.971, False), (0.999, False), (1.0, True)):
         timed = replace(entry, default_ms=None if share is None else entry.ms / share)

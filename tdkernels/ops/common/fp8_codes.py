@@ -93,7 +93,7 @@ def scale_of_bits(bits, FORMAT: tl.constexpr):
     return tl.div_rn(largest, tl.full(largest.shape, FORMAT.largest, tl.float32))
 
 
-# A divisor outside of this range is multiplied by a power of two, so that no remainder is rounded.
+# A divisor outside of this range is multiplied by a power of two, so that no remainder underflows.
 _LEAST_DIVISOR, _LARGEST_DIVISOR, _FACTOR = tl.constexpr(2.0**-80), tl.constexpr(2.0**80), tl.constexpr(2.0**100)
 _SATURATES = tl.constexpr(2.0**20)  # above the largest value of all formats
 

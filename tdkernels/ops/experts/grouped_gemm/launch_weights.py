@@ -160,7 +160,7 @@ def specialized_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (arguments, constants) of the warp-specialized kernel.
 
-    ``rows`` is the number of rows of dy and x, which may be a ``Rows``. ``counter`` is an int32 zero.
+    ``rows`` is the number of rows of dy and x, which may be a ``Rows``. ``counter`` is from ``work_counter``.
     """
     experts, n, k = dw.shape
     block_m, block_n = SPECIALIZED_TILE

@@ -54,6 +54,7 @@ class GroupGemmTunable(ConfigTunable):
     sizes = ("rows", "n", "k", "experts")
     layouts = LAYOUTS
     alone = True
+    prefers_default = True
     config_class = GroupGemmConfig
     plain_words = "torch's grouped matmul", "torch's grouped matmul"
 

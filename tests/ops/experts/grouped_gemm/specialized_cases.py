@@ -7,7 +7,7 @@ import torch
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles
-from tdkernels.ops.experts.grouped_gemm import launch, launch_specialized
+from tdkernels.ops.experts.grouped_gemm import launch, launch_specialized, launch_weights
 from tdkernels.runtime import kernel_launch, local_workspace
 from tests.ops.dense import specialized_support
 from tests.ops.experts.grouped_gemm.oracle import Grouped
@@ -106,26 +106,39 @@ def runs_on_two_streams():
     """
     x, w, splits = operands(torch.bfloat16, 4 * SPLITS, 1040, 448)
     used, expected = 4 * sum(SPLITS), tdkernels.group_gemm(x, w, splits, config=PLAIN)
+    rows, dy = x.clone(), torch.zeros_like(expected)
+    rows[used:] = 0
+    dy[:used] = expected[:used]
+    gradient = lambda config: launch_weights.weight_gradient(dy, rows, splits, len(splits), config)  # noqa: E731
+    of_weight = gradient(PLAIN)
     for _ in range(2):  # after two calls the launch is in the call cache, which does not depend on the stream
         tdkernels.group_gemm(x, w, splits, config=CONFIG)
+        gradient(CONFIG)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = tdkernels.group_gemm(x, w, splits, config=CONFIG)
+        replayed_gradient = gradient(CONFIG)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    found, found_gradients = [], []
     for turn in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
                 if turn < 10 or stream is streams[0]:
                     found.append(tdkernels.group_gemm(x, w, splits, config=CONFIG))
+                    found_gradients.append(gradient(CONFIG))
                 else:
                     replayed.fill_(torch.nan)
+                    replayed_gradient.fill_(torch.nan)
                     graph.replay()
                     found.append(replayed.clone())
+                    found_gradients.append(replayed_gradient.clone())
     torch.cuda.synchronize()
     assert all(torch.equal(result[:used], expected[:used]) for result in found)
-    assert not local_workspace._slabs[x.device][0].any(), "a launch has not reset its work queue"
+    for result in found_gradients:  # another order of the sums
+        assert (result - of_weight).float().norm() < 1e-2 * of_weight.float().norm()
+    for slab in (local_workspace._slabs[x.device][0], *local_workspace._full):
+        assert not slab.any(), "a launch has not reset its work queue"
 
 
 def cuts_off_splits(splits):
