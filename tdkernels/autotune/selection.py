@@ -214,8 +214,8 @@ def _usable(tunable, problem, device, source, entry):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None:
-        is_modelled = entry.modelled and entry.problem.shape == problem.shape
-        superseded = not is_modelled and _is_superseded(tunable, problem, device, config, entry)
+        is_exact_model = entry.modelled and entry.problem.shape == problem.shape
+        superseded = not is_exact_model and _is_superseded(tunable, problem, device, config, entry)
         return None if superseded else Choice(config, source, entry)
     disk_cache.report(f"the {source} entry", f"for {entry.problem} is not used: {reason}")
     return None
