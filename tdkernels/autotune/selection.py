@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 MODELLED, SIMILAR_GPU = "modelled", "similar_gpu"
 INVARIANT = "batch_invariant"  # the only source in the batch-invariant mode
-_LEAST_GAIN = 0.97  # time over that of the default config, above which the difference may be chance
+_CLEARLY_FASTER = 0.97  # time over that of the default config; above it the difference may be chance
 _GUESSES = MODELLED, NEAREST, SIMILAR_GPU, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
@@ -192,7 +192,7 @@ def _similar(tunable, problem, device, source, mine, shipped):
 
 def _is_as_fast_as_default(entry):
     """Return whether the default config, which was another one, took about as long. False if that is not known."""
-    return entry.default_ms is not None and _LEAST_GAIN * entry.default_ms < entry.ms < entry.default_ms
+    return entry.default_ms is not None and _CLEARLY_FASTER * entry.default_ms < entry.ms < entry.default_ms
 
 
 def _from_similar_gpu(tunable, problem, device):

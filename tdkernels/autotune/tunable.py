@@ -95,7 +95,7 @@ class Tunable(ABC):
     def is_superseded(self, config: Any, problem: "Problem", device: torch.device) -> bool:
         """Return whether the default config runs a newer kind of kernel than a config from a table.
 
-        If the table's config was measured with other kernels than the current ones, the default config is then used.
+        If the entry of that config is of other kernels than the current ones, the default config is then used.
         """
         return False
 

@@ -243,8 +243,8 @@ class Launch:
     ) -> None:
         self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
-        words = [tensor for tensor in fixed if tensor is not None] if self._ctx is None else []
-        self._device_of_words = words[0].device if words else None  # of a local workspace
+        words = next((tensor for tensor in fixed if tensor is not None), None) if self._ctx is None else None
+        self._device_of_words = None if words is None else words.device  # of a local workspace
         self._output_specs = [
             (spec.sizes, spec.dtype, spec.is_zeros, Rows in map(type, spec.sizes[:1]))  # type: ignore[attr-defined]
             for spec in output_specs

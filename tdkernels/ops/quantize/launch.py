@@ -120,11 +120,11 @@ def _warps(block_r, block_c):
     return min(max(block_r * block_c // _PER_WARP, 4), 16)
 
 
-def _constants(x, dtype, transpose, block_r, block_c, warps=None):
+def _constants(x, dtype, transpose, block_r, block_c, warps):
     """Return the arguments of all kernels that quantize."""
     sizes = (x.shape[1], x.stride(0), x.shape[0]) if transpose else (x.shape[1], x.stride(0))
     form = format_for(dtype, gpu.converts_to_e4m3(x.device))
-    blocks = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": warps or _warps(block_r, block_c)}
+    blocks = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": warps}
     return {"FORMAT": form, "ALIGNED": aligned(*sizes), **blocks}
 
 
@@ -146,7 +146,7 @@ def _prepare_rows(workspace, operands, dtype, transpose):
         block_c = next_power_of_2(columns) if one_pass else _ELEMENTS
         block_r = max(_ELEMENTS // 2 // block_c, 1)
         kernel, grid, options = quantize_rows_kernel, cdiv(rows, block_r), {"ONE_PASS": one_pass}
-    constants = {**_constants(x, dtype, transpose, block_r, block_c), **options}
+    constants = {**_constants(x, dtype, transpose, block_r, block_c, _warps(block_r, block_c)), **options}
     args = x, codes, scale, rows, columns, x.stride(0)
     return Launch(workspace, kernel, (grid,), args, constants, operands, [codes, scale], [])
 
