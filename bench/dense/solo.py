@@ -118,10 +118,17 @@ def _configs(case):
     rates = hardware(device, DTYPE)
     kinds = {}
     for config in sorted(tuned.space(problem, device), key=lambda config: tuned.estimate_ms(config, problem, rates)):
-        kind = config.method if config.method == "parts" else config.transport
+        kind = _kind(config)
         if config.method != "torch" and tuned.illegal(config, problem, device) is None:
             kinds.setdefault(kind, []).append(config)
     return {f"{kind} {i}": config for kind, found in kinds.items() for i, config in enumerate(found[:_BEST], 1)}
+
+
+def _kind(config):
+    """Return the method, exchange or transport of a config, by which it is grouped."""
+    if config.method == "parts" or getattr(config, "exchange", "") == "one_shot":
+        return "parts" if config.method == "parts" else "one_shot"
+    return config.transport
 
 
 def _reference(case, inputs):

@@ -15,8 +15,8 @@ The floor is the longer of the GEMM alone (cuBLAS) and the bytes on the wire at 
 transfers one chunk at a time: of `gemm_rs` and `gemm_ar` from its signal on, of `ag_gemm` from the beginning of the
 call on. The model has no back pressure: programs that push are as fast as the memory. Copies of the copy engine take
 memory bandwidth and an SM here, so its times are too long for large shards. Times also include what the model's own
-kernels add: 4 µs between two calls (profiled), and the delay of each signal. Of `gemm_ar` only the transport "direct"
-is supported.
+kernels add: 4 µs between two calls (profiled), and the delay of each signal. Transport "forward" of `gemm_ar` and
+"one_shot" of `gemm_rs` are not supported.
 [Compared with two real GPUs](../../docs/performance/notes/solo.md#model-and-real-runs).
 """
 _TITLE = "{level} {gpu}, one of {ranks} ranks, {link}\n\n{when}, revision {git}; torch {torch}, triton {triton}.\n"

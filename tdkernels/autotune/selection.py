@@ -179,7 +179,7 @@ def _similar(tunable, problem, device, source, mine, shipped):
 
     It is the default config if the tuned one was hardly faster for that shape, see ``Tunable.prefers_default``.
     """
-    similar = table.nearest([*mine, *shipped], problem)
+    similar = table.nearest([*mine, *(shipped if tunable.trusts_similar(problem, device) else [])], problem)
     if similar is None:
         return None
     own, others = ([entry for entry in of if entry.problem == similar.problem] for of in (mine, shipped))

@@ -92,6 +92,13 @@ class Tunable(ABC):
         """
         return True
 
+    def trusts_similar(self, problem: "Problem", device: torch.device) -> bool:
+        """Return whether shipped configs of problems with another shape are used for this one.
+
+        If not, the default config is used.
+        """
+        return True
+
     def is_superseded(self, config: Any, problem: "Problem", device: torch.device) -> bool:
         """Return whether the default config runs a newer kind of kernel than a config from a table.
 

@@ -9,7 +9,7 @@ from tdkernels.solo.workspace import SoloWorkspace
 from tdkernels.symm.group import GroupState, states
 from tdkernels.symm.topology import Topology
 
-OPERATORS = "ag_gemm", "gemm_ar", "gemm_rs"  # of gemm_ar, only transport "direct"
+OPERATORS = "ag_gemm", "gemm_ar", "gemm_rs"  # of gemm_ar not transport "forward", of gemm_rs not "one_shot"
 
 
 class SoloState(GroupState):

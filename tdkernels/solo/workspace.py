@@ -9,10 +9,11 @@ from tdkernels.solo.relay import NoRelay, Relay
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
-# Workspaces whose data and signals consist of W equal slots.
+# Workspaces whose data and signals consist of W equal slots. Those of "gemm_rs one shot" do, too, but the signal of a
+# tile says nothing about the rows of mirror images, which belong to other tiles.
 NAMES = (
-    "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gather", "scatter", "all_gather", "moe_ag_gemm",
-    "moe_gemm_rs",
+    "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gemm_ar one shot", "gather", "scatter", "all_gather",
+    "moe_ag_gemm", "moe_gemm_rs",
 )
 # Those of them whose scales lie behind the rows of all ranks, if operands are scaled. Then slots are not equal.
 _SCALES_LAST = ("ag_gemm one shot",)

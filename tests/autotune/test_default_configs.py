@@ -91,10 +91,30 @@ def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, 
 
 def test_few_rows_keep_older_measurements(monkeypatch):
     tuned, device = tunable("ag_gemm"), simulated_hopper(monkeypatch)
-    for m, superseded in ((512, False), (1024, True)):
-        problem = Problem("ag_gemm", "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192))
+    for ranks, m, superseded in ((2, 512, False), (2, 1024, True), (4, 512, True)):
+        problem = Problem("ag_gemm", "NVIDIA Testing", ranks, ranks, "bfloat16", "nk", (m, 32768, 8192))
         assert tuned.default(problem, device).warp_specialize
         assert tuned.is_superseded(tdkernels.AgGemmConfig(), problem, device) == superseded
+
+
+def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
+    """The user's own configs are used."""
+    tuned, device = tunable("gemm_rs"), simulated_hopper(monkeypatch)
+    monkeypatch.setattr(selection, "KIN", {"NVIDIA Testing": "Kin 9000"})
+    problem = Problem("gemm_rs", "NVIDIA Testing", 4, 4, "bfloat16", "nk", (512, 8192, 8192))
+    config = tuned.config_to_dict(tuned.default(problem, device))
+    mine = make_entry("gemm_rs", config=config, versions=versions(tuned))
+
+    def source(m, gpu="NVIDIA Testing", own=False, dtype="bfloat16"):
+        of = replace(problem, shape=(m, 8192, 8192), dtype=dtype)
+        entry = replace(mine, problem=replace(of, gpu=gpu, shape=(m, 8192, 4096)))
+        for table, is_there in (("user_entries", own), ("shipped_entries", not own)):
+            monkeypatch.setattr(disk_cache, table, lambda _, name, found=[entry] * is_there: found * (name == gpu))
+        return selection.look_up(tuned, of, device, "cached").source
+
+    assert source(512) == source(65) == source(1023) == source(512, "Kin 9000") == "default"
+    assert source(512, own=True) == source(1024) == source(64) == "nearest"
+    assert source(1024, "Kin 9000") == "similar_gpu"
 
 
 def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):

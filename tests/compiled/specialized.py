@@ -77,7 +77,7 @@ def gemm_ar_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scalin
     return gemm_ar_specialized_kernel, *_direct_launch(launch_gemm_ar.arguments, ROWS, 1, *options)
 
 
-def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False, scaling="fast"):
+def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False, scaling="fast", across=False):
     """Return (kernel, args, kwargs) for a number of weights."""
     scales, out = _scales(dtype, ROWS, scaling)
     x, y = torch.empty(ROWS, K, dtype=dtype), torch.empty(2 * ROWS, N, dtype=out)
@@ -85,7 +85,7 @@ def ag_gemm_launch(weights, dtype, w_is_kn=False, bias=False, fixed_half=False, 
     args, constants = launch_ag_gemm._arguments(
         torch.empty(64, dtype=torch.int64), x, gathered, [_weight(dtype, w_is_kn)] * weights,
         [torch.empty(N, dtype=out) if bias else None] * weights, [y] * weights, ROWS, PLAN, 8, 132,
-        AgGemmConfig(tiles=TILES), ROWS, fixed_half, scales,
+        AgGemmConfig(tiles=TILES), ROWS, fixed_half, scales, across,
     )
     assert constants["W_IS_KN"] == w_is_kn
     return ag_gemm_specialized_kernel, args, constants

@@ -146,19 +146,22 @@ def test_gemm_ar_with_two_accumulators(ranks, scaling):
     check_loops(code, "GMMA", 24 if scaling == "block" else 2)
 
 
-@pytest.mark.parametrize("weights, dtype, w_is_kn, bias, fixed_half", [
-    (1, BF16, False, False, False), (1, FP16, True, True, False), (3, BF16, False, True, False),
-    (1, BF16, True, False, True),
-    pytest.param(2, FP16, True, False, True, marks=thorough), pytest.param(3, BF16, True, True, True, marks=thorough),
+@pytest.mark.parametrize("weights, dtype, w_is_kn, bias, variant", [
+    (1, BF16, False, False, ""), (1, FP16, True, True, ""), (3, BF16, False, True, ""),
+    (1, BF16, True, False, "fixed_half"), (1, BF16, False, False, "across"),
+    pytest.param(2, FP16, True, False, "fixed_half", marks=thorough),
+    pytest.param(3, BF16, True, True, "fixed_half", marks=thorough),
+    pytest.param(3, FP16, True, True, "across", marks=thorough),
 ], ids=str)
-def test_ag_gemm(weights, dtype, w_is_kn, bias, fixed_half):
-    compiled = compile_for(*ag_gemm_launch(weights, dtype, w_is_kn, bias, fixed_half), "sm_90")
+def test_ag_gemm(weights, dtype, w_is_kn, bias, variant):
+    options = {variant: True} if variant else {}
+    compiled = compile_for(*ag_gemm_launch(weights, dtype, w_is_kn, bias, **options), "sm_90")
     code = check(compiled, [256, 128], 128)
     loads = [text for _, text in code if re.search(r"LDG\.E\.128", text)]
     assert len(loads) == 8  # words of 16 bytes per thread, each loaded once for all peers
     loops = product_loops(code, PUSH)
     assert loops and not {len(re.findall(PUSH, "\n".join(loop))) % 8 for loop in loops} - {0}
-    check_loops(code, PUSH)
+    check_loops(code, PUSH, 3 if variant == "across" else 0)
 
 
 @pytest.mark.parametrize("dtype, per_row, bias", [

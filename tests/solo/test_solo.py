@@ -47,7 +47,10 @@ for m, n, k in sizes * 2:  # each plan again, after others have used the same wo
             torch.testing.assert_close(z, summed, rtol=1.6e-2, atol=2e-2)
     x, weight = x[:32].repeat(m // 32, 1), weight[:32].repeat(n // 32, 1)  # so that all tiles are equal
     added = (RANKS * torch.nn.functional.linear(x, weight).float()).to(x.dtype)
-    for config in (GemmArConfig(transport="direct"), GemmArConfig(transport="direct", num_comm_sms=2)):
+    for config in (
+        GemmArConfig(transport="direct"), GemmArConfig(transport="direct", num_comm_sms=2),
+        GemmArConfig(exchange="one_shot"),
+    ):
         for z in later_results(lambda: tdkernels.gemm_ar(x, weight, config=config)):
             torch.testing.assert_close(z, added, rtol=1.6e-2, atol=4e-2)
 fp8 = [torch.randn(size, 64).to(torch.float8_e4m3fn).to(device) for size in (64, 32)]
@@ -69,8 +72,12 @@ def layer():
 for h, z in later_results(layer):
     torch.testing.assert_close(h, rows.repeat(RANKS, 1, 1))
     torch.testing.assert_close(z.float(), RANKS * y, rtol=1.6e-2, atol=0.2)
-with pytest.raises(NotImplementedError, match="gemm_ar: not in solo mode"):
-    tdkernels.gemm_ar(x, weight, config=GemmArConfig())
+for name, call in (
+    ("gemm_ar", lambda: tdkernels.gemm_ar(x, weight, config=GemmArConfig())),
+    ("gemm_rs one shot", lambda: tdkernels.gemm_rs(x, weight, config=GemmRsConfig(transport="one_shot"))),
+):
+    with pytest.raises(NotImplementedError, match=f"{name}: not in solo mode"):
+        call()
 with pytest.raises(ValueError, match="solo mode needs 4 equal slots of at least .* bytes, not 2048 bytes"):
     tdkernels.ag_gemm(x[:16, :16], weight[:, :16], config=AgGemmConfig())
 tdkernels.synchronize()

@@ -20,21 +20,25 @@ from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_t
 
 
 @td.jit
-def _send_to_all(ctx, half, slot, partial, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
-    """Store a partial tile in the buffer of every peer, ``slot`` bytes after the start of a half."""
+def _send_to_all(ctx, half, place, partial, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
+    """Store a partial tile in the buffer of every peer, ``place`` bytes after the start of a half."""
     for step in tl.static_range(1, RANKS):
-        dst = td.data_at(ctx, half, (me + step) % RANKS) + slot
+        dst = td.data_at(ctx, half, (me + step) % RANKS) + place
         tl.store(td.pointer_to(dst, DTYPE) + offs, partial, mask=mask)
 
 
 @td.jit
 def _send_to_owners(
-    ctx, half, slot, partial, offs_m, owned_rows, mask, me,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, ELEM_BYTES: tl.constexpr, DTYPE: tl.constexpr,
+    ctx, half, place, partial, offs_m, owned_rows, mask, me,
+    BLOCK_N: tl.constexpr, RANKS: tl.constexpr, ELEM_BYTES: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Store each row of a partial tile at the rank that owns it, except for this rank's rows."""
+    """Store each row of a partial tile at the rank that owns it, except for this rank's rows.
+
+    The first row of each owner is stored ``place`` bytes after the start of a half.
+    """
     owners = tl.minimum(offs_m // owned_rows, RANKS - 1)
-    rows = td.data_at(ctx, half, owners) + slot + tl.arange(0, BLOCK_M).to(tl.int64) * (BLOCK_N * ELEM_BYTES)
+    within = (offs_m - owners * owned_rows).to(tl.int64)
+    rows = td.data_at(ctx, half, owners) + place + within * (BLOCK_N * ELEM_BYTES)
     dst = td.pointer_to(rows, DTYPE)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     tl.store(dst, partial, mask=mask & (owners != me)[:, None])
 
@@ -48,8 +52,8 @@ def gemm_one_shot_kernel(
 ):
     """Compute z = sum over ranks of x [M, K] @ w.T. If SCATTERS, each rank stores only its ``owned_rows`` of z.
 
-    The data of a half is [ranks, tiles, BLOCK_M, BLOCK_N]. Signal number ``source * tiles + tile`` is set when the
-    partial tile of ``source`` is stored there. Only the rows and columns that this rank sums are stored.
+    The data of a half is [ranks, columns of tiles, rows that this rank sums, BLOCK_N]: ``owned_rows``, which is M
+    unless SCATTERS. Signal number ``source * tiles + tile`` is set when the partial tile of ``source`` is stored there.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -59,16 +63,16 @@ def gemm_one_shot_kernel(
     K = as_aligned(K, PRODUCT.aligned)
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.out_bytes
+    ROW_BYTES: tl.constexpr = BLOCK_N * PRODUCT.out_bytes
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
-    tiles = tiles_m * ((N + BLOCK_N - 1) // BLOCK_N)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tiles_m * tiles_n
     tile, part, row, col, first_k, last_k = place_of(tl.program_id(0), tiles_m, K, k_of_part, split_k, PRODUCT)
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_n = col + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
     td.mark(trace, "multiplies")
     acc = small_m_tile(
@@ -82,18 +86,20 @@ def gemm_one_shot_kernel(
     if sends:
         td.mark(trace, "pushes", ALL_PEERS)
         own = td.from_float32(acc, DTYPE)
-        slot = (tl.cast(me, tl.int64) * tiles + tile) * TILE_BYTES
-        first_row = 0
+        first_row = me * owned_rows if SCATTERS else 0
+        offs = (offs_m - first_row)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        column_bytes = tl.cast(owned_rows, tl.int64) * ROW_BYTES
+        slot_bytes = tiles_n * column_bytes
+        place = col // BLOCK_N * column_bytes  # in a slot
         # A void launch sends nothing: a peer may still read the data of an earlier launch.
         is_sent = mask & (td.is_void(signal) == 0)
         if SCATTERS:
-            first_row = me * owned_rows
             _send_to_owners(
-                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, PRODUCT.out_bytes,
-                DTYPE,
+                ctx, half, me * slot_bytes + place, own, offs_m, owned_rows, is_sent, me, BLOCK_N, RANKS,
+                PRODUCT.out_bytes, DTYPE,
             )
         else:
-            _send_to_all(ctx, half, slot, own, offs, is_sent, me, RANKS, DTYPE)
+            _send_to_all(ctx, half, me * slot_bytes + place, own, offs, is_sent, me, RANKS, DTYPE)
         # waiter: the last program of the same tile on every peer
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
         if (row < first_row + owned_rows) & (row + BLOCK_M > first_row):
@@ -102,10 +108,8 @@ def gemm_one_shot_kernel(
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
             td.mark(trace, "sums")
             mask &= ((offs_m >= first_row) & (offs_m < first_row + owned_rows))[:, None]
-            parts = td.data_at(ctx, half, me) + tl.cast(tile, tl.int64) * TILE_BYTES
-            total = reduce_in_rank_order(
-                parts, tl.cast(tiles, tl.int64) * TILE_BYTES, offs, mask, td.to_float32(own), me, RANKS, DTYPE
-            )
+            parts = td.data_at(ctx, half, me) + place
+            total = reduce_in_rank_order(parts, slot_bytes, offs, mask, td.to_float32(own), me, RANKS, DTYPE)
             total = with_bias(total, bias_ptr, offs_n, N, PRODUCT.has_bias)
             rows = (offs_m - first_row).to(tl.int64)[:, None] * N
             tl.store(z_ptr + rows + offs_n[None, :], td.from_float32(total, DTYPE), mask=mask)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_RANKS = 8  # the descriptor of each rank is a separate argument of the kernel
 # These leave shared memory for a tile that is being sent.
 DIRECT_LARGE, DIRECT_MEDIUM = replace(LARGE, num_stages=3), replace(MEDIUM, num_stages=4)
+DIRECT_SMALL = Tiles(64, 128, 64, num_warps=4, num_stages=5)
 # Up to so many waves of large tiles the default are medium ones. The warp-specialized kernel has only large tiles.
 # Without it, the communication of the second of two waves overlaps with nothing. H200, 4 and 8 ranks in solo mode:
 # medium tiles take 0.78 to 0.93 of the time of the warp-specialized kernel with 64 tiles, 1.00 to 1.06 with 96 and 128.
@@ -39,8 +40,13 @@ def suits(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, w
     That is the case for tiles that the TMA engine loads and sends, unless an output has few rows or columns. It was
     faster than "forward" on two H100 with large tiles, and in solo mode on an H200 with medium ones.
     """
+    return sends_by_engine(n, k, dtype, device, world_size) and default_tiles(rows, n, dtype, device) == LARGE
+
+
+def sends_by_engine(n: int, k: int, dtype: torch.dtype, device: torch.device, world_size: int) -> bool:
+    """Return whether the TMA engine can load and send tiles of an output with ``n`` columns."""
     by_engine = gpu.capability(device)[0] == 9 and dtype.itemsize <= 2 and n % 8 == 0 and k % 8 == 0
-    return by_engine and world_size <= MAX_RANKS and default_tiles(rows, n, dtype, device) == LARGE
+    return by_engine and world_size <= MAX_RANKS
 
 
 def default_tile(

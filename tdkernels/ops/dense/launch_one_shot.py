@@ -8,6 +8,7 @@ import torch
 from tdkernels.ops.common import gemm_operands, small_m_gemm
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
+from tdkernels.rounding import round_up
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
@@ -53,12 +54,11 @@ def prepare(
     """
     m, n, out_dtype = x.shape[0], weight.shape[0], out_dtype_of(x, scales)
     tiles, ranks = config.tiles, workspace.world_size
-    count = tiles.count(m, n)
-    tile = tiles.block_m * tiles.block_n
-    data_bytes = ranks * count * tile * out_dtype.itemsize
-    plan = workspace.prepare(operator, fields, data_bytes, ranks * count, num_flags=count)
+    count, owned_rows = tiles.count(m, n), m // ranks if scatters else m
+    slot_bytes = owned_rows * round_up(n, tiles.block_n) * out_dtype.itemsize
+    plan = workspace.prepare(operator, fields, ranks * slot_bytes, ranks * count, num_flags=count)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
-    z = output_spec(x, m // ranks if scatters else m, n, dtype=out_dtype)
+    z = output_spec(x, owned_rows, n, dtype=out_dtype)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters, scales)
     programs = count * config.split_k
     constants["trace_ptr"] = recorder.buffer(x.device, programs)

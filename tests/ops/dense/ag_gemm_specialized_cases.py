@@ -11,6 +11,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import AgGemmConfig, Tiles
 from tdkernels.ops.dense.ag_gemm import launch, launch_specialized
+from tdkernels.ops.dense.ag_gemm.config import has_tiles_across
 from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
@@ -97,15 +98,26 @@ def computes_several_weights(dim, return_gathered, transport, k=200):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def has_the_bits_of_the_plain_kernel(repeats, by_turns=False):
+# The last ones have whole tiles and halves: more tiles than programs.
+_SHAPES = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640), (1152, 4624, 136), (2048, 3088, 2120)]
+# Tiles have rows of several shards of two to four ranks.
+_SHAPES_ACROSS = [(40, 528, 320), (144, 272, 72), (8, 16, 1096), (48, 4624, 2120), (136, 1040, 2056), (272, 784, 200)]
+
+
+def has_tiles_across_shards(repeats, by_turns=False):
+    """``has_the_bits_of_the_plain_kernel`` for tiles with rows of several shards."""
+    ranks = dist.get_world_size()
+    assert all(has_tiles_across(rows, ranks, torch.bfloat16) for rows, *_ in _SHAPES_ACROSS)
+    has_the_bits_of_the_plain_kernel(repeats, by_turns, _SHAPES_ACROSS)
+
+
+def has_the_bits_of_the_plain_kernel(repeats, by_turns=False, shapes=_SHAPES):
     """Check many calls with random operands and poisoned memory.
 
     ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized, also in later calls, which
     reuse the launch.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
-    # The last ones have whole tiles and halves: more tiles than programs.
-    shapes = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640), (1152, 4624, 136), (2048, 3088, 2120)]
     delays = random.Random(me)
     for number in range(repeats):
         rows, n, k = shapes[number % len(shapes)]

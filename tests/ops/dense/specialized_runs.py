@@ -178,6 +178,7 @@ class AgGemmRun(Run):
     """A program of ``ag_gemm_specialized_kernel``. Rows of all items but every third arrive during the run."""
 
     partitions = (ag_gemm_partitions,)
+    across = 1, 1, 1, 1  # of the kernel
 
     def __init__(self, seed, items, steps, slice_steps, source=None, promotes=False):
         self.promotes = promotes
@@ -198,20 +199,23 @@ class AgGemmRun(Run):
         form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         own, gathered, out = (SimpleNamespace(name=name, **form) for name in ("own", "gathered", "out"))
         weights, order = (None,) * 5, (0, 3, 0, 0, 0, 1, 0)
+        is_across = self.across[0] > 1
 
         def load():
             self.code["load_partition"](
                 None, (own, gathered, ("weight",)), self.memory, bars, self.items, order, weights, 1, 7,
-                self.items * BLOCK_M, 100, self.steps, self.slice_steps, self.trace, False,
+                self.items * BLOCK_M, 100, self.steps, self.slice_steps, self.trace, self.across, False, is_across,
             )
 
         def store():
-            self.code["store_partition"](self.memory, bars, (out,), order, weights, self.items * BLOCK_M, self.trace)
+            of_output = self.items * BLOCK_M, self.trace, is_across
+            self.code["store_partition"](self.memory, bars, (out,), order, weights, *of_output)
             self.closed = True
 
         def arrive():
-            slices = [(item, cut) for item in range(self.items) if item % 3 for cut in range(self.slices)]
+            slices = [(chunk, cut) for chunk in self.chunks() for cut in range(self.slices)]
             self.schedule.random.shuffle(slices)
+            slices.sort(key=self.when)
             for each in slices:
                 self.arrived.add(each)
                 self.schedule.until()
@@ -227,6 +231,14 @@ class AgGemmRun(Run):
             "_place_of": self._place_of, "selected": lambda one, other, is_one: one if is_one else other,
             "signal_at": lambda ctx, half, number: number, "wait_plan": self._wait_plan,
         }
+
+    def when(self, piece):
+        """Return when a slice of a chunk arrives, compared with others."""
+        return 0
+
+    def chunks(self):
+        """Return the chunks that arrive: the rows of each item are one."""
+        return [item for item in range(self.items) if item % 3]
 
     def _place_of(self, item, order, weights):
         """Return the place of an item in the shard of rank ``item % 3``. This rank is 0."""
@@ -271,6 +283,54 @@ class AgGemmRun(Run):
         return item, part
 
     def place_of_output(self, desc, row):
+        return row // BLOCK_M, row % BLOCK_M // HALF_M
+
+
+class AgGemmAcrossRun(AgGemmRun):
+    """A program of ``ag_gemm_specialized_kernel`` whose tiles have rows of several shards, which all arrive."""
+
+    def __init__(self, seed, items, steps, slice_steps, source=None):
+        rows, chunk_rows = 96, 32
+        self.across = max(-(-items * BLOCK_M // rows), 2), rows, chunk_rows, rows // chunk_rows
+        super().__init__(seed, items, steps, slice_steps, source)
+
+    def when(self, piece):
+        """Those of the first chunks arrive earlier on average: otherwise tiles would begin when most are there."""
+        return piece[0] + self.schedule.random.uniform(0, 6)
+
+    def chunks(self):
+        ranks, _, _, num_chunks = self.across
+        return list(range(ranks * num_chunks))
+
+    def _place_of(self, item, order, weights):
+        """Return the place of an item, which has the tile row of its number."""
+        if not 0 <= item < self.items:
+            return item, 0, 0, BLOCK_N, 0, True
+        return item, 0, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
+
+    def place_of_item(self, item):
+        return 0, self.sides(item)[0] * HALF_N, 4 * item
+
+    def _count_ready(self, number, count, signal):
+        self.schedule.until()
+        ready = [divmod(number + cut, self.slices) in self.arrived for cut in range(count)]
+        return self.schedule.random.choice([0, [*ready, False].index(False)])  # it need not read any of them
+
+    def _wait_plan(self, ctx, number, signal, source, FOR_TMA):  # noqa: N803
+        chunk, cut = divmod(number, self.slices)
+        assert FOR_TMA and chunk // self.across[3] == source < self.across[0]
+        self.schedule.until(lambda: (chunk, cut) in self.arrived)
+
+    def _load(self, desc, at, bar, cell, pred=True):
+        if desc != "weight":
+            _, row, k = at
+            rows = [r for r in range(row, row + HALF_M) if r < self.across[0] * self.across[1]]
+            needed = {(r // self.across[2], k // BLOCK_K // self.slice_steps) for r in rows}
+            assert needed <= self.arrived, "rows are read before they arrive"
+        Run._load(self, desc, at, bar, cell, pred)
+
+    def place(self, desc, plane, row):
+        assert (desc.name, plane) == ("gathered", 1)
         return row // BLOCK_M, row % BLOCK_M // HALF_M
 
 

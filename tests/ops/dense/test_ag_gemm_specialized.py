@@ -62,6 +62,12 @@ def test_ranks_with_different_kernels(world_size):
 
 
 @on_hopper
+@pytest.mark.parametrize("world_size, by_turns", [(2, False), (3, True), (4, False)])
+def test_tiles_across_shards(world_size, by_turns):
+    on_ranks(world_size, cases.has_tiles_across_shards, 72, by_turns)
+
+
+@on_hopper
 def test_graph():
     on_ranks(2, cases.replays_in_a_graph)
 

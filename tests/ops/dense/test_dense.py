@@ -237,14 +237,18 @@ def test_one_rank_matches_linear(dtype, operator):
 @pytest.mark.parametrize("operator, world_size, sizes, columns, transport", [
     ("ag_gemm", 8, (256, 768, 4096), 256, "push"), ("ag_gemm", 4, (2048, 2560, 8192), 256, "push"),
     ("ag_gemm", 2, (128, 14336, 4096), 256, "one_shot"), ("ag_gemm", 2, (128, 5120, 8192), 128, "one_shot"),
-    ("gemm_ar", 2, (128, 57344, 4096), 128, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
+    ("gemm_ar", 2, (128, 57344, 4096), 256, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
     ("gemm_rs", 2, (256, 10240, 4096), 128, "one_shot"), ("gemm_ar", 2, (512, 10240, 4096), 128, "one_shot"),
     ("gemm_rs", 2, (256, 4096, 2048), 128, "one_shot"), ("gemm_rs", 2, (512, 4096, 7168), 256, "one_shot"),
+    ("ag_gemm", 8, (144, 7168, 8192), 256, "push"), ("ag_gemm", 8, (64, 7168, 8192), 256, "push"),
+    ("ag_gemm", 8, (64, 3584, 4096), 128, "one_shot"), ("ag_gemm", 4, (96, 14336, 8192), 256, "push"),
+    ("gemm_rs", 8, (48, 8192, 1024), 128, "one_shot"), ("gemm_rs", 4, (96, 5120, 6400), 128, "one_shot"),
+    ("gemm_ar", 8, (512, 8192, 3584), 256, "direct"), ("gemm_ar", 4, (512, 4096, 3584), 128, "direct"),
     ("gemm_rs", 4, (256, 2048, 3584), 128, "direct"), ("gemm_rs", 4, (256, 4096, 3584), 256, "direct"),
     ("gemm_rs", 4, (2048, 8192, 7168), 256, "direct"), ("gemm_rs", 4, (256, 4104, 3584), 128, "direct"),
     ("gemm_rs", 4, (2048, 8192, 7161), 256, "forward"), ("gemm_rs", 16, (2048, 8192, 7168), 256, "forward"),
     ("gemm_ar", 4, (2048, 4096, 1024), 256, "direct"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "direct"),
-    ("gemm_ar", 4, (1024, 2048, 1024), 128, "forward"), ("gemm_ar", 4, (1024, 4104, 1024), 128, "forward"),
+    ("gemm_ar", 4, (1024, 2048, 1024), 128, "direct"), ("gemm_ar", 4, (1024, 4104, 1024), 128, "forward"),
 ])
 def test_default_tiles_on_hopper(operator, world_size, sizes, columns, transport, monkeypatch):
     """``sizes`` are rows (of the shard; of all ranks for gemm_ar), n and k per rank."""
@@ -254,3 +258,18 @@ def test_default_tiles_on_hopper(operator, world_size, sizes, columns, transport
     is_one_shot = getattr(config, "exchange", config.transport) == "one_shot"
     found = config.tiles.block_m, config.tiles.block_n, "one_shot" if is_one_shot else config.transport
     assert found == (128, columns, transport)
+
+
+@pytest.mark.parametrize("operator, world_size, sizes, transport, warps", [
+    ("gemm_rs", 8, (64, 8192, 1024), "direct", 4), ("gemm_rs", 4, (64, 4096, 3584), "one_shot", 8),
+    ("gemm_ar", 8, (64, 8192, 1024), "direct", 4), ("gemm_ar", 4, (64, 8192, 2048), "one_shot", 4),
+    ("ag_gemm", 8, (24, 1280, 8192), "one_shot", 4),
+])
+def test_default_tiles_of_64_rows_on_hopper(operator, world_size, sizes, transport, warps, monkeypatch):
+    """As ``test_default_tiles_on_hopper``."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    config = tunable(operator).config_module.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
+    is_one_shot = getattr(config, "exchange", config.transport) == "one_shot"
+    found = config.tiles.block_m, "one_shot" if is_one_shot else config.transport, config.tiles.num_warps
+    assert found == (64, transport, warps)

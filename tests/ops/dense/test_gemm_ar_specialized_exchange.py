@@ -102,7 +102,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("rows, n, k, world_size, transport, specialized", [
     (8192, 8192, 3584, 8, "direct", True), (8192, 8192, 3584, 2, "direct", True),
     (8192, 8200, 3584, 8, "forward", False), (8192, 8200, 3584, 2, "direct", False),
-    (8192, 8192, 3584, 16, "forward", False), (64, 8192, 3584, 8, "forward", False),
+    (8192, 8192, 3584, 16, "forward", False), (64, 8192, 3584, 8, "direct", False),
 ])
 def test_default_config(hopper, rows, n, k, world_size, transport, specialized):
     device = torch.device("cuda", 0)

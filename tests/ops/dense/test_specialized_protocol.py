@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops.dense.specialized_protocol import source_of
-from tests.ops.dense.specialized_runs import AgGemmRun, GemmRsRun, GroupGemmRun, SplitRun
+from tests.ops.dense.specialized_runs import AgGemmAcrossRun, AgGemmRun, GemmRsRun, GroupGemmRun, SplitRun
 from tests.support.mutants import check_found
 from tests.support.subset import THOROUGH
 
@@ -36,6 +36,13 @@ def test_split_k_in_any_order(items, steps, last_wave, programs, promotes):
 def test_ag_gemm_in_any_order(items, steps, slice_steps, promotes):
     for seed in range(SEEDS):
         AgGemmRun(seed, items, steps, slice_steps, promotes=promotes)()
+
+
+@pytest.mark.parametrize("items, steps", SIZES)
+@pytest.mark.parametrize("slice_steps", [1, 4, 9])
+def test_ag_gemm_with_tiles_across_shards_in_any_order(items, steps, slice_steps):
+    for seed in range(SEEDS):
+        AgGemmAcrossRun(seed, items, steps, slice_steps)()
 
 
 @pytest.mark.parametrize("items, steps", SIZES)
@@ -83,6 +90,24 @@ OF_AG_GEMM = {
     "one slice too many is ready": ("    if slice_id >= ready:\n", "    if slice_id > ready:\n"),
     "a slice has the signal of the one before": ("first_ptr + slice_id,", "first_ptr + max(slice_id - 1, 0),"),
     "a half of a tile loads all of the weight": ("stage, 1, has_last_columns, W_IS_KN", "stage, 1, True, W_IS_KN"),
+}
+
+
+OF_AG_GEMM_ACROSS = {
+    "the last chunk is not awaited": ("range(first, last + 1):  # producer", "range(first, last):  #"),
+    "a chunk has the signal of the first one": (
+        "first_ptr + (chunk - first) * slices + slice_id", "first_ptr + slice_id",
+    ),
+    "slices of the first chunk are ready only": (
+        "ready = count_ready_by_warp(first_ptr + (chunk - first) * slices, ready, signal)",
+        "ready = count_ready_by_warp(first_ptr, ready, signal)",
+    ),
+    "the chunks of the tile row before are awaited": (
+        "    row = tile_row * BLOCK_M\n", "    row = max(tile_row - 1, 0) * BLOCK_M\n",
+    ),
+    "a tile is stored where its shard would begin": (
+        "plane, row = 0, source * BLOCK_M", "plane, row = 0, pid_m * BLOCK_M",
+    ),
 }
 
 
@@ -173,6 +198,11 @@ def test_item_that_begins_before_its_stage_is_free_is_found():
 @pytest.mark.parametrize("mutant", OF_ALL | OF_AG_GEMM)
 def test_errors_in_ag_gemm_are_found(mutant):
     _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source), OF_ALL | OF_AG_GEMM, mutant)
+
+
+@pytest.mark.parametrize("mutant", OF_AG_GEMM_ACROSS)
+def test_errors_with_tiles_across_shards_are_found(mutant):
+    _finds(lambda seed, source: AgGemmAcrossRun(seed, 4, 6, 2, source), OF_AG_GEMM_ACROSS, mutant)
 
 
 @pytest.mark.parametrize("mutant", OF_ALL | OF_GROUP_GEMM)

@@ -10,6 +10,7 @@ from tdkernels.lang.gluon_signals import (
     is_last_arriver_of_warps,
     item_of_warps,
     notify_all_by_warps,
+    notify_by_warps,
     request_by_warps,
 )
 from tdkernels.lang.memory import pointer_to
@@ -74,7 +75,7 @@ def _push_scales(ctx, half, shard, scales, chunk, WARPS: gl.constexpr):
 @gluon.jit
 def _push_part(
     ctx, x, half, signal, shard, scales, chunk, slice_id, part, sizes, COPY_OWN: gl.constexpr, WARPS: gl.constexpr,
-    DIVIDE_ROWS: gl.constexpr,
+    DIVIDE_ROWS: gl.constexpr, NOTIFY_OWN: gl.constexpr,
 ):
     """Push a part of a slice of a chunk to all peers.
 
@@ -105,6 +106,8 @@ def _push_part(
         # waiter: the peer's load_partition (ag_gemm), or its gather_partition (moe_ag_gemm)
         for first_peer in range(0, num_ranks(ctx), 32 * WARPS):
             notify_all_by_warps(ctx, word, signal, WARPS, first_peer)
+        if NOTIFY_OWN:  # waiter: this rank's load_partition
+            notify_by_warps(ctx, word, 1, 1, me, signal, WARPS)
 
 
 @gluon.jit
@@ -130,7 +133,7 @@ def parts_of_slice(chunk_rows, slice_bytes, ranks, slices, num_workers, DIVIDE_R
 @gluon.jit
 def push_partition(
     ctx, x, half, signal, shard, scales, program, num_workers, COPY_OWN: gl.constexpr, WARPS: gl.constexpr = 2,
-    trace_ptr=None, first_piece=0, DIVIDE_ROWS: gl.constexpr = False,
+    trace_ptr=None, first_piece=0, DIVIDE_ROWS: gl.constexpr = False, NOTIFY_OWN: gl.constexpr = False,
 ):
     """Push this rank's shard, together with this partition of programs 0 to ``num_workers`` - 1.
 
@@ -142,6 +145,7 @@ def push_partition(
         of a slot)
     scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
     COPY_OWN: copy the shard to this rank's slot, too
+    NOTIFY_OWN: set the signals of the copy, too
     DIVIDE_ROWS: whether rows are divided if there are fewer parts than these programs; the loop needs more registers
     first_piece: of these work items in a trace
     """
@@ -164,7 +168,7 @@ def push_partition(
             chunk, slice_id = item // parts // slices, item // parts % slices
             _push_part(
                 ctx, x, half, signal, shard, scales, chunk, slice_id, item % parts, sizes, COPY_OWN, WARPS,
-                DIVIDE_ROWS,
+                DIVIDE_ROWS, NOTIFY_OWN,
             )
             mark_by_warps(trace, "ends", WARPS)
             item = item_of_warps(answer)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tdkernels.autotune.invariance import invariant_ranks
+from tdkernels.ops.collectives.async_all_gather import slot_rows_of
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.specialized import launch as launch_specialized
@@ -23,11 +24,16 @@ _NUM_COMM_SMS_OF_TWO = 8
 # on 4 H100 and in three shapes, 96 and 131 took 0.96 of the time of 64, and 40 took 1.14.
 NUM_COMM_SPECIALIZED, _NUM_COMM_SPECIALIZED_FP8 = 64, 96
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
+_FEWER_TILE_ROWS = 7 / 8  # up to this share, tiles have rows of several shards
 MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
 BARRIER_BYTES = 256  # of the pipeline, in shared memory
 # Up to this many rows of all ranks, reading the weight takes most of the time. "one_shot" reads it only once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
+# On Hopper it is faster for more rows, too, if there are few tiles, since its tiles are smaller. The fewer rows there
+# are, the less it loses because it waits for all of them. H200 in solo mode, 256 to 1024 rows on 4 and 8 ranks: the
+# faster kernel of the two by this limit takes 1.01 of the time of the fastest, at most 1.07 (48 cases).
+_ONE_SHOT_MOST_ROWS, _ONE_SHOT_ROWS_AND_TILES = 1023, 1 << 15
 
 
 def blocks_in_memory(device: "torch.device") -> int:
@@ -114,6 +120,25 @@ def num_chunks(rows: int, config: AgGemmConfig) -> int:
     return cdiv(rows, config.chunk_tiles * config.tiles.block_m)  # type: ignore[union-attr]
 
 
+def has_tiles_across(rows: int, world_size: int, dtype: "torch.dtype") -> bool:
+    """Return whether tiles of the warp-specialized kernel have rows of several shards of ``rows`` rows.
+
+    With tiles of one shard, the last tile row of each shard may be partly empty. With tiles of several shards, this
+    rank's rows are copied to their slot first. So they are used if there are clearly fewer of them. They need operands
+    in 16 bits, and slots without gaps.
+    """
+    across, apart = cdiv(world_size * rows, LARGE.block_m), world_size * cdiv(rows, LARGE.block_m)
+    is_supported = dtype.itemsize == 2 and slot_rows_of(rows) == rows
+    return is_supported and world_size > 1 and across <= _FEWER_TILE_ROWS * apart
+
+
+def num_tiles(rows: int, n: int, world_size: int, dtype: "torch.dtype") -> int:
+    """Return the number of tiles of the warp-specialized kernel for ``world_size`` shards of ``rows`` rows."""
+    if has_tiles_across(rows, world_size, dtype):
+        return LARGE.count(world_size * rows, n)
+    return world_size * LARGE.count(rows, n)
+
+
 def num_pushing(world_size: int) -> int:
     """Return the default number of programs that push on a GPU."""
     return _NUM_COMM_SMS_OF_TWO if world_size == 2 else 24
@@ -134,24 +159,36 @@ def default_config(
 
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    if rows * world_size <= _ONE_SHOT_ROWS[device.type] and num_nodes == 1:
+    if _suits_one_shot(rows, n, dtype, device, world_size) and num_nodes == 1:
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
         return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
+    if has_tiles_across(rows, world_size, dtype):  # then few rows in a shard need no small tiles
+        tiles = default_tiles(rows * world_size, n, dtype, device)
     # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
     # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
         config = specialized_config(dtype, device)
         # If all tiles run at the same time, each needs the first slice of its rows at once.
-        fit = LARGE.count(rows, n) * world_size <= gpu.num_sms(device)
+        fit = num_tiles(rows, n, world_size, dtype) <= gpu.num_sms(device)
         return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))
+
+
+def _suits_one_shot(rows, n, dtype, device, world_size):
+    """Return whether "one_shot" is the default on one node."""
+    total = rows * world_size
+    if total <= _ONE_SHOT_ROWS[device.type]:
+        return True
+    if dtype.itemsize != 2 or total > _ONE_SHOT_MOST_ROWS or gpu.capability(device) != (9, 0):
+        return False
+    return total * num_tiles(rows, n, world_size, dtype) < _ONE_SHOT_ROWS_AND_TILES
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> AgGemmConfig:

@@ -93,7 +93,7 @@ def compile(
         return launch_one_shot.compile(x, weight, bias, config, scales)
     x = gemm_operands.rows_contiguous(x)
     if launch_specialized.supports(x, [weight], config, x.shape[0], num_nodes, scales):
-        return launch_specialized.compile(x, weight, bias, config, scales)
+        return launch_specialized.compile(x, weight, bias, world_size, config, scales)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     fixed_half, late = config.transport == "copy_engine", None if num_nodes > 1 else (0, 0)
     y = x.new_empty(1, weight.shape[0], dtype=out_dtype_of(x, scales))

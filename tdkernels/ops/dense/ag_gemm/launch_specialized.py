@@ -10,7 +10,7 @@ from tdkernels.ops.common.gemm_operands import scale_operands, scale_pointers, w
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch as specialized
 from tdkernels.ops.common.tile_config import SPECIALIZED_TILE, STEP_BYTES, num_parts
-from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, num_chunks
+from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, has_tiles_across, num_chunks
 from tdkernels.ops.dense.ag_gemm.output import as_planes, has_whole_tiles
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
@@ -83,9 +83,15 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
     return max(tiles - left, 0) if 2 * left <= programs else tiles
 
 
-def _grid(x, weights, world_size, num_comm, config):
+def _is_across(x, world_size, segment_rows, fixed):
+    """Return ``has_tiles_across`` for operands, if the kernel supports it for them."""
+    return not fixed and segment_rows == x.shape[0] and has_tiles_across(x.shape[0], world_size, x.dtype)
+
+
+def _grid(x, weights, world_size, num_comm, config, across):
     """Return (number of programs, number of whole tiles, number of work items with tiles)."""
-    tiles = world_size * sum(config.tiles.count(x.shape[0], weight.shape[0]) for weight in weights)
+    shards, rows = (1, world_size * x.shape[0]) if across else (world_size, x.shape[0])
+    tiles = shards * sum(config.tiles.count(rows, weight.shape[0]) for weight in weights)
     n = sum(weight.shape[0] for weight in weights)
     bound_by_link = is_bound_by_link(n, world_size)
     available = gpu.available_sms(x.device)
@@ -115,7 +121,7 @@ def _output_descriptor(y, segment_rows):
 
 def _arguments(
     ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows, fixed,
-    scales=None,
+    scales=None, across=False,
 ):
     """Return the arguments and constants of the kernel.
 
@@ -124,8 +130,9 @@ def _arguments(
     rows, k = x.shape
     layouts = [weight_layout(weight) for weight in weights]
     is_kn = layouts[0][2]
+    y_rows = ys[0].shape[0] if across else segment_rows
     of_weights = [
-        (specialized.weight_descriptor(weight, is_kn), bias, _output_descriptor(y, segment_rows))
+        (specialized.weight_descriptor(weight, is_kn), bias, _output_descriptor(y, y_rows))
         for (weight, _, _), bias, y in zip(layouts, biases, ys, strict=True)
     ]
     unused = MAX_WEIGHTS - len(weights)
@@ -137,18 +144,21 @@ def _arguments(
         rows, *sizes, k, slot_rows, plan, num_comm, num_whole, config.chunk_tiles, config.tiles.group_m, segment_rows,
         slice_steps,
     )
-    return args, {"FIXED_HALF": fixed, "W_IS_KN": is_kn, **specialized.scale_constants(scales), "num_warps": 4}
+    constants = {"FIXED_HALF": fixed, "W_IS_KN": is_kn, **specialized.scale_constants(scales), "num_warps": 4}
+    return args, constants | ({"ACROSS": True} if across else {})
 
 
 def compile(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any, scales: Scales | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
+    scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype_of(x, scales))
     gathered, fixed = (x, 1, x.shape[0], x.numel()), config.transport == "copy_engine"
+    across = _is_across(x, world_size, x.shape[0], fixed)
     args, constants = _arguments(
-        ctx, x, gathered, [weight], [bias], [y], x.shape[0], 0, 0, 0, config, x.shape[0], fixed, scales
+        ctx, x, gathered, [weight], [bias], [y], x.shape[0], 0, 0, 0, config, x.shape[0], fixed, scales, across
     )
     _kernel().warmup(*args, grid=(1,), **constants)
 
@@ -175,12 +185,14 @@ def prepare(
     gathered, slot_rows, plan, fixed = memory
     rows, dtype = workspace.world_size * x.shape[0], out_dtype_of(x, scales)
     ys = [output_spec(x, rows, weight.shape[0], dtype=dtype) for weight in weights]
-    programs, num_whole, items = _grid(x, weights, workspace.world_size, num_comm, config)
+    ranks = workspace.world_size
+    across = _is_across(x, ranks, segment_rows, fixed)
+    programs, num_whole, items = _grid(x, weights, ranks, num_comm, config, across)
     args, constants = _arguments(
         workspace.ctx, x, gathered, weights, biases, ys, slot_rows, plan, num_comm, num_whole, config, segment_rows,
-        fixed, scales,
+        fixed, scales, across,
     )
-    pushes = _num_pushes(x, workspace.world_size, config, fixed) if num_comm else 0
+    pushes = _num_pushes(x, ranks, config, fixed or across) if num_comm else 0
     # Halves of tiles without columns do not run.
     constants["trace_ptr"] = recorder.buffer(x.device, items + pushes, all_run=False, by_warps=True)
     operands = x, *weights, *biases, *scale_operands(scales)

@@ -105,7 +105,7 @@ class GemmArNormTunable(ConfigTunable):
         tiles = small_m_gemm.tiles_to_try(m, dtype, device)
         more_warps = [replace(each, num_warps=8) for each in tiles if each.num_warps < 8]
         configs = []
-        for each in (*tiles, *more_warps):
+        for each in dict.fromkeys((*tiles, *more_warps)):
             for row_programs in ROW_PROGRAMS if n <= registers_hold(each.num_warps, dtype) else (1,):
                 for split_k in _SPLITS:
                     configs.append(GemmArNormConfig("fused", each, split_k, row_programs, min(m * row_programs, 128)))

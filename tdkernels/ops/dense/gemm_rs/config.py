@@ -9,6 +9,7 @@ from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
 from tdkernels.ops.dense import launch_direct
+from tdkernels.ops.dense.launch_direct import DIRECT_SMALL
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-_ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
+# The same on Hopper for operands in 16 bits. With more rows, but fewer than _ONE_SHOT_MOST_ROWS, "direct" is only
+# faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the
+# kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of two ranks is from
+# real runs.
+_ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,11 @@ def default_config(
 
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    of_two = world_size == 2 and gpu.capability(device) >= (9, 0)
-    if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
-        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
+    if _suits_one_shot(rows, dtype, device, world_size):
+        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
+    if rows <= DIRECT_SMALL.block_m and launch_direct.sends_by_engine(n, k, dtype, device, world_size):
+        return GemmRsConfig(tiles=DIRECT_SMALL, transport="direct")
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
@@ -106,6 +112,17 @@ def default_config(
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
+
+
+def _suits_one_shot(rows, dtype, device, world_size):
+    """Return whether "one_shot" is the default."""
+    total = rows * world_size
+    if dtype.itemsize != 2 or gpu.capability(device) != (9, 0):
+        return total <= _ONE_SHOT_ROWS[device.type]
+    if total <= (_ONE_SHOT_ROWS_OF_TWO if world_size == 2 else _ONE_SHOT_ROWS_OF_HOPPER):
+        return True
+    is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
+    return total < _ONE_SHOT_MOST_ROWS and not is_full
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmRsConfig:

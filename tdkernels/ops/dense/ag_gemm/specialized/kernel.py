@@ -76,7 +76,8 @@ def ag_gemm_specialized_kernel(
     M_shard, N, N_2, N_3, K, slot_rows, plan, num_comm, num_whole, chunk_tiles, group_m, segment_rows,
     slice_steps,
     FIXED_HALF: gl.constexpr, W_IS_KN: gl.constexpr, SCALING: gl.constexpr = "",
-    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False, trace_ptr=None,
+    X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False, ACROSS: gl.constexpr = False,
+    trace_ptr=None,
 ):
     """Compute y as ``ag_gemm_kernel`` does. Each N is a multiple of 16.
 
@@ -91,6 +92,8 @@ def ag_gemm_specialized_kernel(
     SCALING: kind of scales, "row" or "block", or ""
     X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
     PROMOTE: see ``multiply_partition``
+    ACROSS: tiles have rows of several shards, also of this rank's, which it copies to its slot. Slots have M_shard rows
+        then, and outputs one segment. There are no scales and no FIXED_HALF.
     """
     me, ranks = rank(ctx), num_ranks(ctx)
     half, signal = _begin_call(ctx, plan, me, FIXED_HALF)
@@ -98,7 +101,8 @@ def ag_gemm_specialized_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     # A void launch has no work items: a peer may still read the data of an earlier launch.
-    num_items = gl.where(signal == 0, 0, 2 * ranks * tiles_m * tiles_n - num_whole)
+    all_rows = (ranks * M_shard + BLOCK_M - 1) // BLOCK_M if ACROSS else ranks * tiles_m
+    num_items = gl.where(signal == 0, 0, 2 * all_rows * tiles_n - num_whole)
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     slices = (steps + slice_steps - 1) // slice_steps
@@ -106,6 +110,9 @@ def ag_gemm_specialized_kernel(
     chunk_rows = gl.minimum(chunk_tiles * BLOCK_M, M_shard)
     shard = M_shard, row_bytes, chunk_rows, slice_steps * STEP_BYTES, slices, num_chunks, slot_bytes
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
+    if ACROSS:
+        order = me * M_shard // BLOCK_M, all_rows, 1, tiles_n, group_m, 1, num_whole
+    across = ranks, M_shard, chunk_rows, num_chunks
     memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
     operands = x_desc, gathered_desc, (w_desc, w_desc_2, w_desc_3)
@@ -121,18 +128,18 @@ def ag_gemm_specialized_kernel(
             (
                 push_partition,
                 (
-                    ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm, FIXED_HALF, 2,
-                    trace_ptr, num_items,
+                    ctx, x_ptr.to(gl.int64), half, signal, shard, scales, gl.program_id(0), num_comm,
+                    FIXED_HALF or ACROSS, 2, trace_ptr, num_items, False, ACROSS,
                 ),
             ),
             (
                 load_partition,
                 (
                     ctx, operands, memory, bars, num_items, order, weights, half, signal, slot_rows, num_chunks, steps,
-                    slice_steps, trace_ptr, W_IS_KN,
+                    slice_steps, trace_ptr, across, W_IS_KN, ACROSS,
                 ),
             ),
-            (store_partition, (memory, bars, y_descs, order, weights, segment_rows, trace_ptr)),
+            (store_partition, (memory, bars, y_descs, order, weights, segment_rows, trace_ptr, ACROSS)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,

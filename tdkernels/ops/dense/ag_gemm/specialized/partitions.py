@@ -5,6 +5,11 @@ Work item number ``item`` is passed on as ``2 * item + is_half``. Arguments of s
     order    (rank, ranks, tile rows of a shard, tile columns, group_m, chunk_tiles, num_whole): from tile ``num_whole``
              on, each half of a tile is a work item
     weights  (first tile column of the second weight, of the third one, columns of each of the three)
+    across   (ranks, rows of a shard, of a chunk, chunks of a shard)
+
+If ACROSS, a tile has BLOCK_M rows of all shards, one after the other. Then ``order`` has the first tile row with rows
+of this rank instead of the rank, the number of tile rows instead of the number of ranks, and one tile row for each
+"shard".
 """
 
 from triton.experimental import gluon
@@ -69,10 +74,31 @@ def of_weight(which, choices):
 
 
 @gluon.jit
-def _await_slice(ctx, first_ptr, slice_id, signal, source, ready):
+def _await_slice(ctx, first_ptr, slice_id, signal, source, ready, slices, across, ACROSS: gl.constexpr):
     """Wait until a slice of K of the rows of a tile has arrived. The first ``ready`` ones are there."""
     if slice_id >= ready:
-        wait_plan(ctx, first_ptr + slice_id, signal, source, FOR_TMA=True)  # producer: push_partition of the source
+        if not ACROSS:
+            wait_plan(ctx, first_ptr + slice_id, signal, source, FOR_TMA=True)  # producer: push_partition of the source
+        else:
+            first, last = _chunks_of(source, across)
+            for chunk in range(first, last + 1):  # producer: push_partition of each of these shards
+                word_ptr = first_ptr + (chunk - first) * slices + slice_id
+                wait_plan(ctx, word_ptr, signal, chunk // across[3], FOR_TMA=True)
+
+
+@gluon.jit
+def _chunk_of_row(row, across):
+    """Return the chunk of a row of all shards, counted from the first one of shard 0."""
+    _, rows, chunk_rows, num_chunks = across
+    return row // rows * num_chunks + row % rows // chunk_rows
+
+
+@gluon.jit
+def _chunks_of(tile_row, across):
+    """Return the first and the last chunk that has rows of a tile."""
+    row = tile_row * BLOCK_M
+    last = gl.minimum(row + BLOCK_M, across[0] * across[1]) - 1
+    return _chunk_of_row(row, across), _chunk_of_row(last, across)
 
 
 @gluon.jit
@@ -88,23 +114,31 @@ def _next_item(ctx, answer, num_items, order, weights):
 
 
 @gluon.jit
-def _next_rows(ctx, answer, num_items, order, weights, half, signal, num_chunks, slices):
+def _next_rows(ctx, answer, num_items, order, weights, half, signal, num_chunks, slices, across, ACROSS: gl.constexpr):
     """Return (work item, its place, pointer to the signals of its rows, number of first slices that have arrived).
 
-    All slices of this rank's own rows are there.
+    All slices of this rank's own rows are there, unless tiles have rows of several shards.
     """
     item, place = _next_item(ctx, answer, num_items, order, weights)
-    source, is_own = place[0], place[0] == order[0]
-    first_ptr = signal_at(ctx, half, (source * num_chunks + place[1] // order[5]) * slices)
-    count = gl.where((item < num_items) & (is_own == 0), slices, 0)
-    ready = count_ready_by_warp(first_ptr, count, signal)  # producer: as in _await_slice
-    return item, place, first_ptr, gl.where(is_own, slices, ready)
+    if not ACROSS:
+        source, is_own = place[0], place[0] == order[0]
+        first_ptr = signal_at(ctx, half, (source * num_chunks + place[1] // order[5]) * slices)
+        count = gl.where((item < num_items) & (is_own == 0), slices, 0)
+        ready = count_ready_by_warp(first_ptr, count, signal)  # producer: as in _await_slice
+        ready = gl.where(is_own, slices, ready)
+    else:
+        first, last = _chunks_of(place[0], across)
+        first_ptr = signal_at(ctx, half, first * slices)
+        ready = gl.where(item < num_items, slices, 0)
+        for chunk in range(first, last + 1):
+            ready = count_ready_by_warp(first_ptr + (chunk - first) * slices, ready, signal)
+    return item, place, first_ptr, ready
 
 
 @gluon.jit
 def load_partition(
     ctx, operands, memory, bars, num_items, order, weights, half, signal, slot_rows, num_chunks, steps, slice_steps,
-    trace_ptr, W_IS_KN: gl.constexpr,
+    trace_ptr, across, W_IS_KN: gl.constexpr, ACROSS: gl.constexpr,
 ):
     """Fetch work items, and load their operands as the rows arrive, one slice of K after the other.
 
@@ -120,7 +154,7 @@ def load_partition(
     late = gl.maximum(steps - STAGES, end)
     turn = 0
     item, place, first_ptr, ready = _next_rows(
-        ctx, request_by_warp(ctx, 0), num_items, order, weights, half, signal, num_chunks, slices
+        ctx, request_by_warp(ctx, 0), num_items, order, weights, half, signal, num_chunks, slices, across, ACROSS
     )
     source, pid_m, which, n, col, is_whole = place
     while item < num_items:
@@ -128,25 +162,30 @@ def load_partition(
         trace = trace_ptr, item
         mark_by_warps(trace, "starts", 1)
         if trace_ptr is not None:
+            peer = _chunks_of(source, across)[0] // across[3] if ACROSS else source
             if ready == 0:  # later slices are awaited while the tile is multiplied
-                mark_by_warps(trace, "waits", 1, source)
-                _await_slice(ctx, first_ptr, 0, signal, source, ready)
-            mark_by_warps(trace, "multiplies", 1, source)
+                mark_by_warps(trace, "waits", 1, peer)
+                _await_slice(ctx, first_ptr, 0, signal, source, ready, slices, across, ACROSS)
+            mark_by_warps(trace, "multiplies", 1, peer)
         begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
-        descs = selected(x_desc, gathered_desc, is_own), of_weight(which, w_descs)
-        plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
+        if not ACROSS:
+            descs = selected(x_desc, gathered_desc, is_own), of_weight(which, w_descs)
+            plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
+        else:
+            descs = gathered_desc, of_weight(which, w_descs)
+            plane, row = half, source * BLOCK_M
         block = plane, row, col, col + HALF_N, 0
         for slice_id in range(slices - 1):
-            _await_slice(ctx, first_ptr, slice_id, signal, source, ready)
+            _await_slice(ctx, first_ptr, slice_id, signal, source, ready, slices, across, ACROSS)
             first = slice_id * slice_steps
             turn = load_steps(
                 descs, memory, bars, block, is_whole, turn, first, first + slice_steps, HALF_COLUMNS, W_IS_KN
             )
         answer = request_by_warp(ctx, 0)
-        _await_slice(ctx, first_ptr, slices - 1, signal, source, ready)
+        _await_slice(ctx, first_ptr, slices - 1, signal, source, ready, slices, across, ACROSS)
         turn = load_steps(descs, memory, bars, block, is_whole, turn, end, late, HALF_COLUMNS, W_IS_KN)
         item, place, first_ptr, ready = _next_rows(
-            ctx, answer, num_items, order, weights, half, signal, num_chunks, slices
+            ctx, answer, num_items, order, weights, half, signal, num_chunks, slices, across, ACROSS
         )
         turn = load_steps(descs, memory, bars, block, is_whole, turn, late, steps, HALF_COLUMNS, W_IS_KN)
         source, pid_m, which, n, col, is_whole = place
@@ -157,10 +196,11 @@ def load_partition(
 
 
 @gluon.jit
-def store_partition(memory, bars, y_descs, order, weights, segment_rows, trace_ptr):
+def store_partition(memory, bars, y_descs, order, weights, segment_rows, trace_ptr, ACROSS: gl.constexpr):
     """Store tiles in the outputs.
 
-    y_descs: outputs as [W * M_shard / segment_rows, segment_rows, N], for [1, HALF_M, HALF_N] elements
+    y_descs: outputs as [W * M_shard / segment_rows, segment_rows, N], for [1, HALF_M, HALF_N] elements; if ACROSS as
+        [1, W * M_shard, N]
     """
     out, sent, ranks = memory[2], memory[4], order[1]
     number = 0  # halves of tiles so far
@@ -170,8 +210,11 @@ def store_partition(memory, bars, y_descs, order, weights, segment_rows, trace_p
         source, pid_m, which, n, col, is_whole = _place_of(code // 2, order, weights)
         desc = of_weight(which, y_descs)
         mark_by_warps((trace_ptr, code // 2), "stores", 1)
-        row = pid_m * BLOCK_M
-        plane, row = row // segment_rows * ranks + source, row % segment_rows
+        if ACROSS:
+            plane, row = 0, source * BLOCK_M
+        else:
+            row = pid_m * BLOCK_M
+            plane, row = row // segment_rows * ranks + source, row % segment_rows
         for side in range(2 - code % 2):
             if side > 0:
                 mbarrier.wait(bars.index(OUT_FULL), number & 1)
