@@ -74,14 +74,25 @@ def computes_rows_of_segments():
     assert torch.equal(z, plain) and (z - exact).norm() < 1e-2 * exact.norm()
 
 
-def has_the_bits_of_the_plain_kernel(operator, repeats, by_turns=False):
+_SHAPES = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640)]
+# The last tile row of a shard has at most 64 rows.
+_SHAPES_IN_PAIRS = [(48, 528, 320), (144, 272, 72), (192, 1040, 640), (33, 16, 8), (320, 784, 2056), (64, 4624, 136)]
+
+
+def sends_halves_of_tiles_to_two_ranks(repeats, by_turns=False):
+    """``has_the_bits_of_the_plain_kernel`` for tiles whose halves belong to two ranks."""
+    has_pairs, ranks = gemm_rs_launch.launch_specialized.has_pairs, dist.get_world_size()
+    assert all(has_pairs(rows, ranks, torch.bfloat16) for rows, *_ in _SHAPES_IN_PAIRS)
+    has_the_bits_of_the_plain_kernel("gemm_rs", repeats, by_turns, _SHAPES_IN_PAIRS)
+
+
+def has_the_bits_of_the_plain_kernel(operator, repeats, by_turns=False, shapes=_SHAPES):
     """Check many calls with random operands and poisoned memory.
 
     ``by_turns``: for each shape, one of the ranks runs the kernel that is not specialized, also in later calls, which
     reuse the launch.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
-    shapes = [(384, 528, 320), (100, 272, 72), (8, 16, 8), (1024, 1040, 640)]
     delays = random.Random(me)
     for number in range(repeats):
         rows, n, k = shapes[number % len(shapes)]
@@ -126,7 +137,7 @@ def splits_tiles_along_k(operator, repeats, by_turns=False):
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
     large = (1152, 2320, 6400) if operator == "gemm_rs" else (2000, 2320, 6400)
-    shapes = [(200, 528, 3200), (390, 272, 6400), (600, 528, 4104), (512, 784, 8192), large]
+    shapes = [(200, 528, 3200), (460, 272, 6400), (600, 528, 4104), (512, 784, 8192), large]
     delays = random.Random(me)
     for number in range(repeats):
         rows, n, k = shapes[number % len(shapes)]

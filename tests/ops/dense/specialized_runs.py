@@ -19,6 +19,7 @@ class GemmRsRun(Run):
 
     partitions = gemm_rs_places, direct_partitions
     in_order = True  # whether tiles are signalled in order
+    place_name, has_pairs = "place_of_item", False
 
     def __init__(self, seed, items, steps, ranks, source=None, promotes=False):
         self.ranks, self.promotes = ranks, promotes
@@ -32,7 +33,7 @@ class GemmRsRun(Run):
 
     def threads(self):
         bars, ranks = indexed(self.bars), self.ranks
-        problem = (self.items * BLOCK_M, BLOCK_N, self.steps, 1, 0)
+        problem = (self.rows_of_shard(), BLOCK_N, self.steps, 1, 0)
         form = {"dtype": "bf16", "block_type": BLOCK, "layout": None}
         x, *descs = (SimpleNamespace(step=step, **form) for step in range(-1, ranks))
 
@@ -40,12 +41,12 @@ class GemmRsRun(Run):
             items = self.items + self.last_wave[1] * (self.last_wave[2] - 1)
             self.code["load_partition"](
                 None, (x, "weight"), self.memory, bars, items, problem, 0, self.last_wave, self.trace, self.items,
-                ranks, False, self.code["place_of_item"], self.last_wave[1] > 0,
+                ranks, False, self.code[self.place_name], self.last_wave[1] > 0, self.has_pairs,
             )
 
         def send():
             self.code["send_partition"](
-                None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks, self.last_wave[1] > 0
+                None, self.memory, bars, descs, 100, 0, 7, 0, self.trace, ranks, self.last_wave[1] > 0, self.has_pairs,
             )
             self.closed = True
 
@@ -54,6 +55,9 @@ class GemmRsRun(Run):
             "load": load, "send": send, "multiply 0": lambda: self.multiply(0, "NO_HALVES", splits=splits),
             "multiply 1": lambda: self.multiply(1, "NO_HALVES", splits=splits),
         }
+
+    def rows_of_shard(self):
+        return self.items * BLOCK_M
 
     def names(self):
         return {
@@ -78,6 +82,54 @@ class GemmRsRun(Run):
         item = slot * self.ranks + (owner - 1) % self.ranks
         assert sum(entry[:2] == ("tile", item) for entry in self.sent) == 4, f"the signal of {item} comes too early"
         self.sent.append(("signal", item))
+
+
+class PairsRun(GemmRsRun):
+    """A program of ``gemm_rs_specialized_kernel`` with PAIRS, for an even number of ranks.
+
+    A shard has ``tile_rows`` whole tile rows, and one of HALF_M rows.
+    """
+
+    place_name, has_pairs = "place_of_pair", True
+
+    def __init__(self, seed, tile_rows, steps, ranks, source=None):
+        self.tile_rows, self.whole = tile_rows, tile_rows * ranks
+        super().__init__(seed, self.whole + ranks // 2, steps, ranks, source)
+
+    def __call__(self):
+        Run.__call__(self)
+        signals = [entry[1] for entry in self.sent if entry[0] == "signal"]
+        assert signals == list(range((self.tile_rows + 1) * self.ranks))
+        numbers = [*range(self.whole), *range(self.whole, self.whole + self.ranks, 2)]
+        stores = lambda number: number < self.whole and number % self.ranks == self.ranks - 1  # noqa: E731
+        self.check_marks(lambda number: ["stores"] if stores(number) else ["pushes"], items=numbers)
+
+    def rows_of_shard(self):
+        return self.tile_rows * BLOCK_M + HALF_M
+
+    def _of_number(self, number, half):
+        """Return (work item, half of its rows) of half a tile."""
+        if number < self.whole:
+            return number, half
+        assert half == 0, "there are no such rows"
+        return self.whole + (number - self.whole) // 2, number % 2
+
+    def place_of_item(self, item):
+        number = item if item < self.whole else self.whole + 2 * (item - self.whole)
+        return super().place_of_item(number)
+
+    def place(self, desc, plane, row):
+        return self._of_number(*super().place(desc, plane, row))
+
+    def place_of_output(self, desc, row):
+        return self._of_number(*super().place_of_output(desc, row))
+
+    def _signal(self, ctx, slot, owner, value, CHECK_FAILED):  # noqa: N803
+        number = slot * self.ranks + (owner - 1) % self.ranks
+        halves = [self._of_number(number, half) for half in range(2 if number < self.whole else 1)]
+        sent = [entry[1:3] for entry in self.sent if entry[0] == "tile"]
+        assert all(sent.count(half) == 2 for half in halves), f"the signal of {number} comes too early"
+        self.sent.append(("signal", number))
 
 
 class SplitRun(GemmRsRun):

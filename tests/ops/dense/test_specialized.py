@@ -41,6 +41,12 @@ def test_bits_of_the_plain_kernel(operator, world_size):
 
 
 @on_hopper
+@pytest.mark.parametrize("world_size, by_turns", [(2, False), (3, True), (8, False)])
+def test_tiles_of_two_ranks(world_size, by_turns):
+    on_ranks(world_size, cases.sends_halves_of_tiles_to_two_ranks, 60, by_turns)
+
+
+@on_hopper
 @each_operator
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_with_different_kernels(operator, world_size):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops.dense.specialized_protocol import source_of
-from tests.ops.dense.specialized_runs import AgGemmAcrossRun, AgGemmRun, GemmRsRun, GroupGemmRun, SplitRun
+from tests.ops.dense.specialized_runs import AgGemmAcrossRun, AgGemmRun, GemmRsRun, GroupGemmRun, PairsRun, SplitRun
 from tests.support.mutants import check_found
 from tests.support.subset import THOROUGH
 
@@ -18,6 +18,13 @@ each_sum = pytest.mark.parametrize("promotes", [False, True], ids=["one accumula
 def test_gemm_rs_in_any_order(items, steps, ranks, promotes):
     for seed in range(SEEDS):
         GemmRsRun(seed, items, steps, ranks, promotes=promotes)()
+
+
+@pytest.mark.parametrize("tile_rows, steps", [(0, 3), (1, 1), (1, 9), (2, 5)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gemm_rs_in_pairs_in_any_order(tile_rows, steps, ranks):
+    for seed in range(SEEDS):
+        PairsRun(seed, tile_rows, steps, ranks)()
 
 
 @pytest.mark.parametrize("items, steps, last_wave", [
@@ -82,6 +89,19 @@ EARLY = "a half is free before it has been read"
 OF_GEMM_RS = {
     EARLY: ("            tma.store_wait(0)  # the half has been read\n", ""),
     "a signal does not wait for its tile": ("        await_tma_stores()\n", ""),
+}
+OF_PAIRS = {
+    EARLY: OF_GEMM_RS[EARLY],
+    "the signal of a half does not wait for it": OF_GEMM_RS["a signal does not wait for its tile"],
+    "both halves are those of one rank": (
+        "gl.where(is_pair, row_in_segments(row, (owner + 1) % RANKS", "gl.where(is_pair, row_in_segments(row, owner",
+    ),
+    "the second half goes to the same rank": ("(is_pair != 0) & (step + 1 == peer)", "(is_pair != 0) & (step == peer)"),
+    "the second half stays in its place": (
+        "store_part(descs[peer], out, 1, half, row, col)", "store_part(descs[peer], out, 1, half, row + HALF_M, col)",
+    ),
+    "the next rank gets no signal": ("(is_pair != 0) & (step + 1 < RANKS)", "False"),
+    "the second half follows the first": ("at = row if part == 0 else second", "at = row + part * HALF_M"),
 }
 OF_AG_GEMM = {
     EARLY: OF_GEMM_RS[EARLY],
@@ -198,6 +218,11 @@ def test_item_that_begins_before_its_stage_is_free_is_found():
 @pytest.mark.parametrize("mutant", OF_ALL | OF_AG_GEMM)
 def test_errors_in_ag_gemm_are_found(mutant):
     _finds(lambda seed, source: AgGemmRun(seed, 4, 6, 2, source), OF_ALL | OF_AG_GEMM, mutant)
+
+
+@pytest.mark.parametrize("mutant", OF_PAIRS)
+def test_errors_in_pairs_are_found(mutant):
+    _finds(lambda seed, source: PairsRun(seed, 1, 5, 4, source), OF_PAIRS, mutant)
 
 
 @pytest.mark.parametrize("mutant", OF_AG_GEMM_ACROSS)

@@ -77,13 +77,15 @@ def begin_item(memory, bars, item, place, turn, LAYOUT: gl.constexpr = ONE_WARP,
 
 @gluon.jit
 def load_steps(
-    operands, memory, bars, block, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr
+    operands, memory, bars, block, is_whole, turn, first, last, HALF: gl.constexpr, W_IS_KN: gl.constexpr,
+    second=None,
 ):
     """Load the steps ``first`` to ``last`` - 1 of K of a tile. Return ``turn``, the number of steps so far.
 
     operands: (descriptor of x [planes, rows, K] for [1, HALF_M, BLOCK_K] elements, descriptor of the weight)
     block: (plane and first row of x, first column of each half of the weight, row of the weight where K begins)
     is_whole: whether the item is a whole tile; otherwise it is the half that HALF says
+    second: first row of x of the second half of the rows; None if it follows the first half
     """
     x_desc, w_desc = operands
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
@@ -100,7 +102,10 @@ def load_steps(
         for part in gl.static_range(2):
             rows = reinterpret(x.index(2 * stage + part), x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
             is_needed = has_last_rows if part > 0 else True
-            tma_load(x_desc, [plane, row + part * HALF_M, k], full, rows, pred=is_needed)
+            at = row + part * HALF_M
+            if second is not None:
+                at = row if part == 0 else second
+            tma_load(x_desc, [plane, at, k], full, rows, pred=is_needed)
         load_weight(w_desc, above + k, left, full, memory, stage, 0, True, W_IS_KN)
         load_weight(w_desc, above + k, right, full, memory, stage, 1, has_last_columns, W_IS_KN)
         turn += 1

@@ -8,6 +8,8 @@ import torch
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch_split_k
+from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS
+from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
 from tdkernels.runtime import gpu, recorder
@@ -32,17 +34,25 @@ def supports(
     return shared.supports(x, weight, config, world_size, scales) and _kernel() is not None
 
 
+def has_pairs(rows: int, world_size: int, dtype: torch.dtype) -> bool:
+    """Return whether the last tile rows of two shards of ``rows`` rows are one tile, each in half of its rows."""
+    half = SPECIALIZED_TILE[0] // 2
+    return dtype.itemsize == 2 and world_size > 1 and 0 < rows % SPECIALIZED_TILE[0] <= half
+
+
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
     scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
     count = world_size * config.tiles.count(x.shape[0] // world_size, weight.shape[0])
-    splits = launch_split_k.compiled(x, count)
+    in_pairs = has_pairs(x.shape[0] // world_size, world_size, x.dtype)
+    splits = NO_SPLITS if in_pairs else launch_split_k.compiled(x, count)
     ctx, x, z, descs = shared.operands_to_compile(x, config.tiles, world_size, scales)
     args, constants = shared.arguments(
         ctx, x, weight, bias, z, descs, 1, 0, config.tiles, 1, scales=scales, splits=splits
     )
+    constants["PAIRS"] = in_pairs
     _kernel().warmup(*args, grid=(1,), **constants)
 
 
@@ -58,14 +68,16 @@ def prepare(
     # The same slots and signals as those of the kernel that is not specialized.
     data_bytes = pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize
     plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config))
-    splits = launch_split_k.splits_of(x, pieces, 0)
+    in_pairs = has_pairs(rows, world_size, x.dtype)
+    splits = NO_SPLITS if in_pairs else launch_split_k.splits_of(x, pieces, 0)
     z = output_spec(x, rows, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, pieces, out_dtype)
     args, constants = shared.arguments(
         workspace.ctx, x, weight, bias, z, descs, rows, plan, tiles, segment_rows, scales=scales, splits=splits
     )
     items = pieces + pieces // world_size * shared.SPLIT + splits.last_wave.further_items
-    constants["trace_ptr"] = recorder.buffer(x.device, items, by_warps=True)
+    constants["PAIRS"] = in_pairs
+    constants["trace_ptr"] = recorder.buffer(x.device, items, all_run=not in_pairs, by_warps=True)
     fixed = [workspace.ctx, *(desc.base for desc in descs)]
     operands = (x, weight, bias, *scale_operands(scales))
     grid = (gpu.available_sms(x.device),)

@@ -34,7 +34,7 @@ from tdkernels.ops.common.specialized.layout import (
 from tdkernels.ops.dense.direct_specialized.multiply import multiply_tiles
 from tdkernels.ops.dense.direct_specialized.partitions import load_partition, send_partition
 from tdkernels.ops.dense.gemm_rs.specialized.add import add_partition
-from tdkernels.ops.dense.gemm_rs.specialized.places import place_of_item
+from tdkernels.ops.dense.gemm_rs.specialized.places import num_items_in_pairs, place_of_item, place_of_pair
 
 
 @gluon_jit(do_not_specialize=[
@@ -46,7 +46,7 @@ def gemm_rs_specialized_kernel(
     M_shard, N, K, plan, group_m, whole_tiles, split_tiles, num_splits, first_flag, segment_rows,
     ROWS: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr, HAS_BIAS: gl.constexpr, W_IS_KN: gl.constexpr,
     SCALING: gl.constexpr = "", X_STEP: gl.constexpr = 0, W_STEP: gl.constexpr = 0, PROMOTE: gl.constexpr = False,
-    trace_ptr=None,
+    PAIRS: gl.constexpr = False, trace_ptr=None,
 ):
     """Compute z as ``gemm_rs_direct_kernel`` does. N is a multiple of 16.
 
@@ -61,6 +61,8 @@ def gemm_rs_specialized_kernel(
     SCALING: kind of scales, "row" or "block", or ""
     X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
     PROMOTE: see ``multiply_partition``
+    PAIRS: the last tile row of each shard has at most HALF_M rows, and two of them are one work item, see
+        ``place_of_pair``. There are no scales and no split-K then.
     """
     N = N // 16 * 16  # so that the compiler knows it
     me = rank(ctx)
@@ -79,12 +81,15 @@ def gemm_rs_specialized_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     problem = M_shard, N, steps, group_m, segment_rows
+    if PAIRS:
+        num_items = gl.where(signal != 0, num_items_in_pairs(problem, RANKS), 0)
     memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, z_ptr.dtype.element_ty)
     bars = make_barriers()
     descs = (desc1, desc2, desc3, desc4, desc5, desc6, desc7, desc8)
     operands = x_desc, w_desc
     epilogue = x_scale_ptr, RANKS * M_shard, w_scale_ptr, N, steps, X_STEP, W_STEP
-    place: gl.constexpr = place_of_item  # Triton 3.6 does not accept the function itself as an argument
+    # Triton 3.6 does not accept the function itself as an argument.
+    place: gl.constexpr = place_of_pair if PAIRS else place_of_item
     sums = ctx, problem, z_ptr, bias_ptr, tiles, num_sums, half, signal, me, trace_ptr
     gl.warp_specialize(
         [
@@ -95,10 +100,10 @@ def gemm_rs_specialized_kernel(
                 load_partition,
                 (
                     ctx, operands, memory, bars, num_items, problem, me, last_wave, trace_ptr, first_piece, RANKS,
-                    W_IS_KN, place, SPLIT_K,
+                    W_IS_KN, place, SPLIT_K, PAIRS,
                 ),
             ),
-            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS, SPLIT_K)),
+            (send_partition, (ctx, memory, bars, descs, tiles, half, signal, me, trace_ptr, RANKS, SPLIT_K, PAIRS)),
         ],
         WARPS.value,
         PROMOTE_REGISTERS.value if PROMOTE else REGISTERS.value,
