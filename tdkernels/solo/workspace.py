@@ -82,16 +82,19 @@ class SoloWorkspace(Workspace):
         self._words(memory, 0, words.MAX_RANKS.value).fill_(_ARRIVED)  # ready words: all peers reach every barrier
         return SoloBuffer(self.group, memory, nbytes, own), data_offset
 
-    def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
+    def prepare(
+        self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0,
+        sent_bytes: int | None = None,
+    ) -> int:
         if self.name in _SCALES_LAST and "scaling" in fields:
             raise NotImplementedError(f"{self.name}: not in solo mode with scaled operands")
         plan = super().prepare(operator, fields, half_bytes, half_signals, num_flags)
         if plan not in self._views:
-            self._views[plan] = self._view(operator, half_bytes, half_signals)
+            self._views[plan] = self._view(operator, half_bytes, half_signals, sent_bytes or half_bytes)
         self.buffer, self.ctx, self.launches, self._relay = self._views[plan]
         return plan
 
-    def _view(self, operator, half_bytes, half_signals):
+    def _view(self, operator, half_bytes, half_signals, sent_bytes):
         """Return (buffer, context table, cached launches, relay) of a plan."""
         if self.name in _LOCAL:  # all plans have those of the workspace; a relay would wait for signals until a timeout
             return self.buffer, self.ctx, self.launches, NoRelay()
@@ -107,8 +110,8 @@ class SoloWorkspace(Workspace):
         ctx[words.CTX_BASES.value :][:ranks] = torch.tensor(buffer.addresses, device=ctx.device)
         self._make_caches()  # those of other plans remain
         relay = Relay(
-            self.name, ctx, self._calls, ranks, half_signals // ranks, self.halves, shift, self.group.link_rate,
-            signals_last=self.name in _SENT_FROM_THE_BEGINNING,
+            self.name, ctx, self._calls, ranks, half_signals // ranks, self.halves, sent_bytes // ranks,
+            self.group.link_rate, signals_last=self.name in _SENT_FROM_THE_BEGINNING,
         )
         return buffer, ctx, self.launches, relay
 

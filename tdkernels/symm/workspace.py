@@ -81,7 +81,10 @@ class Workspace(Mailbox):
         self._failure = None  # of the group on this device, set with the buffer
         self._on_cpu = device.type == "cpu"
 
-    def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
+    def prepare(
+        self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0,
+        sent_bytes: int | None = None,
+    ) -> int:
         """Return the id of a launch plan. The first call with a plan is collective: it runs a consensus check.
 
         It also grows the buffer if needed, which replaces ``ctx``. Later calls cost a lookup.
@@ -92,6 +95,7 @@ class Workspace(Mailbox):
             half_bytes: The bytes of data that the kernel needs in a half.
             half_signals: The signals that the kernel needs in a half.
             num_flags: The private words that the kernel needs.
+            sent_bytes: The bytes of a half that are written, if not all of them. Only solo mode needs it.
 
         Raises:
             ValueError: If the fields differ between the ranks.

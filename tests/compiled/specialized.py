@@ -62,13 +62,17 @@ def _direct_launch(arguments, rows, last, ranks, dtype, w_is_kn, bias, per_row, 
     return args, constants
 
 
-def gemm_rs_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, split_k=False):
+def gemm_rs_launch(
+    ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, split_k=False, pairs=False,
+):
     """Return (kernel, args, kwargs). ``per_row``: whether each row of x has a scale, for fp8.
 
-    ``split_k``: whether tiles are split along K
+    split_k: whether tiles are split along K
+    pairs: whether the halves of a tile may belong to two ranks
     """
     options = ranks, dtype, w_is_kn, bias, per_row, scaling, w_dtype, split_k
-    return gemm_rs_specialized_kernel, *_direct_launch(launch_direct.arguments, ranks * ROWS, ROWS, *options)
+    args, constants = _direct_launch(launch_direct.arguments, ranks * ROWS, ROWS, *options)
+    return gemm_rs_specialized_kernel, args, constants | {"PAIRS": pairs}
 
 
 def gemm_ar_launch(ranks, dtype, w_is_kn=False, bias=False, per_row=True, scaling="fast", w_dtype=None, split_k=False):

@@ -102,12 +102,14 @@ def check_barriers(compiled):
     assert barriers and all("," in barrier or barrier.strip() == "1" for barrier in barriers)
 
 
-@pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [
-    (8, BF16, False, False), (2, FP16, True, True), pytest.param(4, BF16, False, True, marks=thorough),
-    pytest.param(3, FP16, False, False, marks=thorough), pytest.param(8, BF16, True, True, marks=thorough),
+@pytest.mark.parametrize("ranks, dtype, w_is_kn, bias, pairs", [
+    (8, BF16, False, False, False), (2, FP16, True, True, False), (8, BF16, False, False, True),
+    pytest.param(4, BF16, False, True, False, marks=thorough), pytest.param(3, FP16, False, False, False, marks=thorough),
+    pytest.param(8, BF16, True, True, False, marks=thorough), pytest.param(3, FP16, True, True, True, marks=thorough),
 ], ids=str)
-def test_gemm_rs(ranks, dtype, w_is_kn, bias):
-    check(compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias), "sm_90"), [256], 40 if _IS_39 else 32)
+def test_gemm_rs(ranks, dtype, w_is_kn, bias, pairs):
+    compiled = compile_for(*gemm_rs_launch(ranks, dtype, w_is_kn, bias, pairs=pairs), "sm_90")
+    check(compiled, [256], 40 if _IS_39 else 32)
 
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias", [

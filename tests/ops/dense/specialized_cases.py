@@ -12,6 +12,7 @@ import tdkernels
 from tdkernels import GemmArConfig, GemmRsConfig, Tiles
 from tdkernels.ops.dense.gemm_ar import launch as gemm_ar_launch
 from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
+from tdkernels.ops.dense.gemm_rs.config import has_pairs
 from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
@@ -81,7 +82,7 @@ _SHAPES_IN_PAIRS = [(48, 528, 320), (144, 272, 72), (192, 1040, 640), (33, 16, 8
 
 def sends_halves_of_tiles_to_two_ranks(repeats, by_turns=False):
     """``has_the_bits_of_the_plain_kernel`` for tiles whose halves belong to two ranks."""
-    has_pairs, ranks = gemm_rs_launch.launch_specialized.has_pairs, dist.get_world_size()
+    ranks = dist.get_world_size()
     assert all(has_pairs(rows, ranks, torch.bfloat16) for rows, *_ in _SHAPES_IN_PAIRS)
     has_the_bits_of_the_plain_kernel("gemm_rs", repeats, by_turns, _SHAPES_IN_PAIRS)
 

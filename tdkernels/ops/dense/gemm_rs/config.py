@@ -9,7 +9,8 @@ from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
 from tdkernels.ops.dense import launch_direct
-from tdkernels.ops.dense.launch_direct import DIRECT_SMALL
+from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM, DIRECT_SMALL
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 # kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of two ranks is from
 # real runs.
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
+# Time of "direct" with a tile on more than two ranks on Hopper, in µs: the first number, plus the second one for each
+# wave of tiles and 1000 columns of a rank's x. The last tile is for the warp-specialized kernel. Fitted to calls in solo
+# mode on an H200 with 256 to 1024 rows on 4 and 8 ranks (72 to 84 cases each).
+_WAVES_TAKE = (DIRECT_SMALL, 19, 3.8), (DIRECT_MEDIUM, 26, 5.6), (DIRECT_LARGE, 29, 7.6)
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,9 @@ def default_config(
     if _suits_one_shot(rows, dtype, device, world_size):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
-    if rows <= DIRECT_SMALL.block_m and launch_direct.sends_by_engine(n, k, dtype, device, world_size):
-        return GemmRsConfig(tiles=DIRECT_SMALL, transport="direct")
+    if _has_direct_tiles(n, k, dtype, device, world_size, layout):
+        tiles = _fastest_in_waves(rows, n, k, dtype, world_size, gpu.num_sms(device))
+        return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
@@ -123,6 +129,32 @@ def _suits_one_shot(rows, dtype, device, world_size):
         return True
     is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
     return total < _ONE_SHOT_MOST_ROWS and not is_full
+
+
+def has_pairs(rows: int, world_size: int, dtype: "torch.dtype") -> bool:
+    """Return whether the halves of a tile of the warp-specialized kernel may have rows of two shards of ``rows`` rows.
+
+    These are the rows of the last tile row of each shard, if they fit in half of a tile.
+    """
+    return dtype.itemsize == 2 and world_size > 1 and 0 < rows % LARGE.block_m <= LARGE.block_m // 2
+
+
+def _has_direct_tiles(n, k, dtype, device, world_size, layout):
+    """Return whether the default is "direct" with one of the tiles of _WAVES_TAKE."""
+    sends = world_size > 2 and dtype.itemsize == 2 and launch_direct.sends_by_engine(n, k, dtype, device, world_size)
+    return sends and launch_specialized.suits(LARGE, n, k, dtype, device, layout)
+
+
+def _fastest_in_waves(rows, n, k, dtype, world_size, num_sms):
+    """Return the tile of _WAVES_TAKE with the shortest time."""
+
+    def microseconds(tiles, base, each):
+        count = world_size * tiles.count(rows, n)
+        if tiles == DIRECT_LARGE and has_pairs(rows, world_size, dtype):
+            count -= world_size // 2 * cdiv(n, tiles.block_n)
+        return base + cdiv(count, num_sms) * k / 1000 * each
+
+    return min(_WAVES_TAKE, key=lambda one: microseconds(*one))[0]
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmRsConfig:

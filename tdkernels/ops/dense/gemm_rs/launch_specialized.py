@@ -9,9 +9,10 @@ from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS
-from tdkernels.ops.common.tile_config import SPECIALIZED_TILE
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
+from tdkernels.ops.dense.gemm_rs.config import has_pairs
+from tdkernels.rounding import round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
@@ -32,12 +33,6 @@ def supports(
 ) -> bool:
     """Return whether the kernel runs a config with transport "direct". Ranks may run different kernels."""
     return shared.supports(x, weight, config, world_size, scales) and _kernel() is not None
-
-
-def has_pairs(rows: int, world_size: int, dtype: torch.dtype) -> bool:
-    """Return whether the last tile rows of two shards of ``rows`` rows are one tile, each in half of its rows."""
-    half = SPECIALIZED_TILE[0] // 2
-    return dtype.itemsize == 2 and world_size > 1 and 0 < rows % SPECIALIZED_TILE[0] <= half
 
 
 def compile(
@@ -67,8 +62,11 @@ def prepare(
     pieces, out_dtype = world_size * tiles.count(rows, n), out_dtype_of(x, scales)
     # The same slots and signals as those of the kernel that is not specialized.
     data_bytes = pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize
-    plan = workspace.prepare("gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config))
     in_pairs = has_pairs(rows, world_size, x.dtype)
+    not_sent = world_size * tiles.block_m // 2 * round_up(n, tiles.block_n) * out_dtype.itemsize if in_pairs else 0
+    plan = workspace.prepare(
+        "gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config), sent_bytes=data_bytes - not_sent
+    )
     splits = NO_SPLITS if in_pairs else launch_split_k.splits_of(x, pieces, 0)
     z = output_spec(x, rows, n, dtype=out_dtype)
     descs = shared.descriptors(workspace, tiles, pieces, out_dtype)
