@@ -104,7 +104,8 @@ def check_barriers(compiled):
 
 @pytest.mark.parametrize("ranks, dtype, w_is_kn, bias, pairs", [
     (8, BF16, False, False, False), (2, FP16, True, True, False), (8, BF16, False, False, True),
-    pytest.param(4, BF16, False, True, False, marks=thorough), pytest.param(3, FP16, False, False, False, marks=thorough),
+    pytest.param(4, BF16, False, True, False, marks=thorough),
+    pytest.param(3, FP16, False, False, False, marks=thorough),
     pytest.param(8, BF16, True, True, False, marks=thorough), pytest.param(3, FP16, True, True, True, marks=thorough),
 ], ids=str)
 def test_gemm_rs(ranks, dtype, w_is_kn, bias, pairs):
@@ -163,7 +164,8 @@ def test_ag_gemm(weights, dtype, w_is_kn, bias, variant):
     assert len(loads) == 8  # words of 16 bytes per thread, each loaded once for all peers
     loops = product_loops(code, PUSH)
     assert loops and not {len(re.findall(PUSH, "\n".join(loop))) % 8 for loop in loops} - {0}
-    check_loops(code, PUSH, 3 if variant == "across" else 0)
+    # With one weight 3 addresses spill in the loop that copies rows also to this rank, with three weights 10.
+    check_loops(code, PUSH, 0 if variant != "across" else 3 if weights == 1 else 10)
 
 
 @pytest.mark.parametrize("dtype, per_row, bias", [

@@ -9,7 +9,7 @@ from tdkernels.ops.common.specialized.layout import HALF_M
 
 @gluon.jit
 def store_part(desc, out, part: gl.constexpr, plane, row, col):
-    """Start to store quarter ``part`` of a tile, in ``out``, at (plane, row, col) of a descriptor as in ``store_half``."""
+    """Start to store a quarter of a tile, ``out`` number ``part``. Descriptor and place as in ``store_half``."""
     shaped = reinterpret(out.index(part), desc.dtype, desc.block_type.shape, desc.layout)
     tma_store(desc, [plane, row, col], shaped)
 

@@ -41,9 +41,9 @@ def num_items_in_pairs(problem, RANKS: gl.constexpr):
 def place_of_pair(item, problem, me, RANKS: gl.constexpr):
     """Return (2 * number + 1 if it is a pair, rows in x of its halves, first column) of a work item.
 
-    The last tile row of each shard has at most HALF_M rows. A pair has those of one rank in its first half, and those of
-    the next rank in the second half. The number of an item is that of ``place_of_item``, for a pair that of its first
-    half. With an odd number of ranks the second half of the last pair is not used.
+    The last tile row of each shard has at most HALF_M rows. A pair has those of one rank in its first half, and those
+    of the next rank in the second half. The number of an item is that of ``place_of_item``, for a pair that of its
+    first half. With an odd number of ranks the second half of the last pair is not used.
     """
     rows, columns, _, group_m, segment_rows = problem
     tiles_m, tiles_n = (rows + BLOCK_M - 1) // BLOCK_M, (columns + BLOCK_N - 1) // BLOCK_N
