@@ -109,7 +109,7 @@ def load_partition(
 
 @gluon.jit
 def _send_half(descs, out, step, half, slot, side: gl.constexpr, is_pair, RANKS: gl.constexpr, PAIRS: gl.constexpr):
-    """Start to send half of the columns of a tile to rank + 1 + ``step``, or those of a pair to it and the next rank."""
+    """Start to send half of the columns of a tile to rank + 1 + ``step``, of a pair to that rank and the next one."""
     row, col = slot * BLOCK_M, side * HALF_N
     if PAIRS:
         for peer in gl.static_range(RANKS):
