@@ -95,7 +95,8 @@ class Workspace(Mailbox):
             half_bytes: The bytes of data that the kernel needs in a half.
             half_signals: The signals that the kernel needs in a half.
             num_flags: The private words that the kernel needs.
-            sent_bytes: The bytes of a half that are written, if not all of them. Only solo mode needs it.
+            sent_bytes: The bytes of a half that are written, if not all of them. Only solo mode needs it. It uses those
+                of the first call with a plan.
 
         Raises:
             ValueError: If the fields differ between the ranks.

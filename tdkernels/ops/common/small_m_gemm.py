@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # minimum steps of block_k per program; with fewer, a program is not worth starting
-# Tiles for more than 64 rows on Hopper, and the relative time of a wave of them. In solo mode on an H200 with 2, 4 and
-# 8 ranks, the tile with the shortest time in whole waves takes 1.01 to 1.02 of the time of the fastest one (geometric
-# means of 64 to 108 cases for each operator, 128 to 1024 rows).
+# Tiles for more than 64 rows from Hopper on, and the relative time of a wave of them. In solo mode on an H200 with 2, 4
+# and 8 ranks, the tile with the shortest time in whole waves takes 1.01 to 1.02 of the time of the fastest one
+# (geometric means of 64 to 108 cases for each operator, 128 to 1024 rows).
 _WAVES_TAKE = (
     (Tiles(64, 64, 128, num_warps=4, num_stages=6), 0.7),
     (Tiles(64, 128, 128, num_warps=4, num_stages=4), 1.0),

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.autotune.invariance import leaves_of_rank
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
+from tdkernels.ops.common.specialized import launch as launch_specialized
 from tdkernels.ops.common.tile_config import LARGE, MEDIUM, Tiles, default_tiles, tiles_of_product
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
@@ -47,6 +48,17 @@ def sends_by_engine(n: int, k: int, dtype: torch.dtype, device: torch.device, wo
     """Return whether the TMA engine can load and send tiles of an output with ``n`` columns."""
     by_engine = gpu.capability(device)[0] == 9 and dtype.itemsize <= 2 and n % 8 == 0 and k % 8 == 0
     return by_engine and world_size <= MAX_RANKS
+
+
+def has_tiles(
+    n: int, k: int, dtype: torch.dtype, device: torch.device, world_size: int, layout: str | None = None
+) -> bool:
+    """Return whether "direct" is the default with tiles of any size, for operands in 16 bits and more than two ranks.
+
+    That is the case on Hopper if the warp-specialized kernel can run. ``layout``: the layout of fp8 operands.
+    """
+    sends = world_size > 2 and dtype.itemsize == 2 and sends_by_engine(n, k, dtype, device, world_size)
+    return sends and launch_specialized.suits(LARGE, n, k, dtype, device, layout)
 
 
 def default_tile(

@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.ops.common.gemm_space import tile_space
 from tdkernels.ops.common.tile_config import Tiles
-from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM
+from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM, DIRECT_SMALL
 from tdkernels.runtime import gpu
 
 
@@ -16,5 +16,5 @@ def candidate_tiles(device: torch.device, dtype: torch.dtype) -> list[Tiles]:
         DIRECT_LARGE,
         Tiles(256, 128, 64, num_warps=8, num_stages=3),
         DIRECT_MEDIUM,
-        Tiles(64, 128, 64, num_warps=4, num_stages=5),
+        DIRECT_SMALL,
     ]

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import GemmArConfig, GemmRsConfig, Tiles
+from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense.gemm_ar import launch as gemm_ar_launch
 from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
-from tdkernels.ops.dense.gemm_rs.config import has_pairs
+from tdkernels.ops.dense.gemm_rs import launch_specialized
 from tests.ops.dense import cases, specialized_support
 from tests.support.dense_oracle import Case
 from tests.support.ranks import device
@@ -83,7 +84,9 @@ _SHAPES_IN_PAIRS = [(48, 528, 320), (144, 272, 72), (192, 1040, 640), (33, 16, 8
 def sends_halves_of_tiles_to_two_ranks(repeats, by_turns=False):
     """``has_the_bits_of_the_plain_kernel`` for tiles whose halves belong to two ranks."""
     ranks = dist.get_world_size()
-    assert all(has_pairs(rows, ranks, torch.bfloat16) for rows, *_ in _SHAPES_IN_PAIRS)
+    for rows, n, k in _SHAPES_IN_PAIRS:
+        x = torch.empty(rows * ranks, k, device=device(), dtype=torch.bfloat16)
+        assert launch_specialized._is_in_pairs(x, n, ranks, LARGE)
     has_the_bits_of_the_plain_kernel("gemm_rs", repeats, by_turns, _SHAPES_IN_PAIRS)
 
 
@@ -113,9 +116,9 @@ def has_the_bits_of_the_plain_kernel(operator, repeats, by_turns=False, shapes=_
     tdkernels.synchronize()
 
 
-def replays_in_a_graph(operator, k=448, expected=PLAIN):
+def replays_in_a_graph(operator, k=448, expected=PLAIN, rows_of_rank=256):
     """Check replays of a CUDA graph of three calls with new operands. ``expected``: config of eager calls."""
-    rows = 256 * dist.get_world_size() if operator == "gemm_rs" else 1000
+    rows = rows_of_rank * dist.get_world_size() if operator == "gemm_rs" else 1000
     x = torch.empty(rows, k, device=device(), dtype=torch.bfloat16)
     weight = torch.randn(528, k, device=device(), dtype=torch.bfloat16)
     run = lambda config: call(operator, x, weight, None, config)  # noqa: E731

@@ -79,6 +79,11 @@ def test_graph(operator):
 
 
 @on_hopper
+def test_tiles_of_two_ranks_in_a_graph():
+    on_ranks(3, cases.replays_in_a_graph, "gemm_rs", 448, cases.PLAIN, 144)
+
+
+@on_hopper
 @each_operator
 def test_split_k_in_a_graph(operator):
     on_ranks(2, cases.replays_split_k_in_a_graph, operator)

@@ -85,15 +85,23 @@ def compiled(x: torch.Tensor, tiles: int) -> Splits:
     return found if found.sums is None else found._replace(sums=x.new_empty(1, dtype=torch.float32))
 
 
+def takes(tiles: int, steps: int, programs: int, last_wave: LastWave | None) -> float:
+    """Return the time of a launch by the model, in steps of K. ``last_wave``: how its last tiles are split, or None."""
+    if last_wave is None:
+        return cdiv(tiles, programs) * (steps + _TILE_STEPS)
+    splits = last_wave.num_splits
+    return tiles // programs * (steps + _TILE_STEPS) + steps / splits + _SPLIT_K_STEPS + _SPLIT_STEPS * splits
+
+
 def choose(tiles: int, steps: int, programs: int) -> LastWave | None:
     """Return how to split tiles of ``steps`` steps of K, or None if that gains too little by the model."""
     full, rest = divmod(tiles, programs)
     if rest == 0:
         return None
-    whole = (full + 1) * (steps + _TILE_STEPS)
+    whole = takes(tiles, steps, programs, None)
     most = min(programs // rest, _MAX_SPLITS, steps // _LEAST_STEPS, 1 + _MAX_SUMS // rest)
-    times = {splits: steps / splits + _SPLIT_K_STEPS + _SPLIT_STEPS * splits for splits in range(2, most + 1)}
-    splits = min(times, key=times.__getitem__, default=None)
-    if splits is None or full * (steps + _TILE_STEPS) + times[splits] > (1 - _LEAST_GAIN) * whole:
+    found = [LastWave(tiles - rest, rest, splits) for splits in range(2, most + 1)]
+    best = min(found, key=lambda one: takes(tiles, steps, programs, one), default=None)
+    if best is None or takes(tiles, steps, programs, best) > (1 - _LEAST_GAIN) * whole:
         return None
-    return LastWave(tiles - rest, rest, splits)
+    return best

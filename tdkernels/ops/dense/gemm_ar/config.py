@@ -99,7 +99,7 @@ def default_config(
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device, world_size)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
-    if _has_direct_tiles(n, k, dtype, device, world_size, layout):
+    if launch_direct.has_tiles(n, k, dtype, device, world_size, layout):
         tiles = _fastest_in_waves(rows, n, gpu.num_sms(device))
         return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
@@ -113,12 +113,6 @@ def default_config(
             return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
-
-
-def _has_direct_tiles(n, k, dtype, device, world_size, layout):
-    """Return whether the default is "direct" with one of the tiles of _WAVES_TAKE."""
-    sends = world_size > 2 and dtype.itemsize == 2 and launch_direct.sends_by_engine(n, k, dtype, device, world_size)
-    return sends and launch_specialized.suits(LARGE, n, k, dtype, device, layout)
 
 
 def _fastest_in_waves(rows, n, num_sms):

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-# The same on Hopper for operands in 16 bits. With more rows, but fewer than _ONE_SHOT_MOST_ROWS, "direct" is only
-# faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the
-# kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of two ranks is from
-# real runs.
+# The same on Hopper for operands in 16 bits that TMA sends. With more rows, but fewer than _ONE_SHOT_MOST_ROWS,
+# "direct" is only faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4
+# and 8 ranks: the kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of
+# two ranks is from real runs.
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
 # Time of "direct" with a tile on more than two ranks on Hopper, in µs: the first number, plus the second one for each
 # wave of tiles and 1000 columns of a rank's x. The last tile is for the warp-specialized kernel. Fitted to calls in
 # solo mode on an H200 with 64 to 1024 rows on 4 and 8 ranks (72 to 84 cases each). With 257 to 2560 rows the default
-# takes 1.01 of the time of the fastest kernel on average, at most 1.26 (124 cases).
-_WAVES_TAKE = (DIRECT_SMALL, 19, 3.8), (DIRECT_MEDIUM, 26, 5.6), (DIRECT_LARGE, 29, 7.6)
+# takes 1.01 of the time of the fastest kernel on average, at most 1.26 (124 cases). It is not used for more rows.
+_MICROSECONDS = (DIRECT_SMALL, 19, 3.8), (DIRECT_MEDIUM, 26, 5.6), (DIRECT_LARGE, 29, 7.6)
+_MOST_ROWS_OF_MICROSECONDS = 2560
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,12 @@ def default_config(
 
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    if _suits_one_shot(rows, dtype, device, world_size):
+    has_direct_tiles = launch_direct.has_tiles(n, k, dtype, device, world_size, layout)
+    if _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
-    if _has_direct_tiles(n, k, dtype, device, world_size, layout):
-        tiles = _fastest_in_waves(rows, n, k, dtype, world_size, gpu.num_sms(device))
+    if has_direct_tiles and rows * world_size <= _MOST_ROWS_OF_MICROSECONDS:
+        tiles = _fastest_tile(rows, n, k, dtype, world_size, gpu.num_sms(device))
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
@@ -121,12 +123,14 @@ def default_config(
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def _suits_one_shot(rows, dtype, device, world_size):
-    """Return whether "one_shot" is the default."""
+def _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles):
+    """Return whether "one_shot" is the default. ``has_direct_tiles``: see ``launch_direct.has_tiles``"""
     total = rows * world_size
-    if dtype.itemsize != 2 or gpu.capability(device) != (9, 0):
+    if world_size == 2 and dtype.itemsize == 2 and gpu.capability(device) >= (9, 0):
+        return total <= _ONE_SHOT_ROWS_OF_TWO
+    if not has_direct_tiles:
         return total <= _ONE_SHOT_ROWS[device.type]
-    if total <= (_ONE_SHOT_ROWS_OF_TWO if world_size == 2 else _ONE_SHOT_ROWS_OF_HOPPER):
+    if total <= _ONE_SHOT_ROWS_OF_HOPPER:
         return True
     is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
     return total < _ONE_SHOT_MOST_ROWS and not is_full
@@ -140,22 +144,20 @@ def has_pairs(rows: int, world_size: int, dtype: "torch.dtype") -> bool:
     return dtype.itemsize == 2 and world_size > 1 and 0 < rows % LARGE.block_m <= LARGE.block_m // 2
 
 
-def _has_direct_tiles(n, k, dtype, device, world_size, layout):
-    """Return whether the default is "direct" with one of the tiles of _WAVES_TAKE."""
-    sends = world_size > 2 and dtype.itemsize == 2 and launch_direct.sends_by_engine(n, k, dtype, device, world_size)
-    return sends and launch_specialized.suits(LARGE, n, k, dtype, device, layout)
+def num_tiles_in_pairs(rows: int, n: int, world_size: int) -> int:
+    """Return the number of tiles of the warp-specialized kernel if ``has_pairs``."""
+    return world_size * LARGE.count(rows, n) - world_size // 2 * cdiv(n, LARGE.block_n)
 
 
-def _fastest_in_waves(rows, n, k, dtype, world_size, num_sms):
-    """Return the tile of _WAVES_TAKE with the shortest time."""
+def _fastest_tile(rows, n, k, dtype, world_size, num_sms):
+    """Return the tile of _MICROSECONDS with the shortest time."""
 
     def microseconds(tiles, base, each):
-        count = world_size * tiles.count(rows, n)
-        if tiles == DIRECT_LARGE and has_pairs(rows, world_size, dtype):
-            count -= world_size // 2 * cdiv(n, tiles.block_n)
+        in_pairs = tiles == DIRECT_LARGE and has_pairs(rows, world_size, dtype)
+        count = num_tiles_in_pairs(rows, n, world_size) if in_pairs else world_size * tiles.count(rows, n)
         return base + cdiv(count, num_sms) * k / 1000 * each
 
-    return min(_WAVES_TAKE, key=lambda one: microseconds(*one))[0]
+    return min(_MICROSECONDS, key=lambda one: microseconds(*one))[0]
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmRsConfig:

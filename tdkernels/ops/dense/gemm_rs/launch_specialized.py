@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS
+from tdkernels.ops.common.tile_config import STEP_BYTES
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
-from tdkernels.ops.dense.gemm_rs.config import has_pairs
-from tdkernels.rounding import round_up
+from tdkernels.ops.dense.gemm_rs.config import has_pairs, num_tiles_in_pairs
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
@@ -35,13 +37,28 @@ def supports(
     return shared.supports(x, weight, config, world_size, scales) and _kernel() is not None
 
 
+def _is_in_pairs(x, n, world_size, tiles):
+    """Return whether the halves of tiles belong to two ranks.
+
+    This is the case if it is possible, and takes no longer by the model than splitting tiles of one rank along K.
+    """
+    rows = x.shape[0] // world_size
+    if not has_pairs(rows, world_size, x.dtype):
+        return False
+    steps, programs = cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.available_sms(x.device)
+    apart = world_size * tiles.count(rows, n)
+    last_wave = None if is_batch_invariant() else launch_split_k.choose(apart, steps, programs)
+    in_pairs = launch_split_k.takes(num_tiles_in_pairs(rows, n, world_size), steps, programs, None)
+    return in_pairs <= launch_split_k.takes(apart, steps, programs, last_wave)
+
+
 def compile(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
     scales: Scales | None = None,
 ) -> None:
     """Compile the kernel for operands that ``supports`` accepts into Triton's cache, without launching it."""
     count = world_size * config.tiles.count(x.shape[0] // world_size, weight.shape[0])
-    in_pairs = has_pairs(x.shape[0] // world_size, world_size, x.dtype)
+    in_pairs = _is_in_pairs(x, weight.shape[0], world_size, config.tiles)
     splits = NO_SPLITS if in_pairs else launch_split_k.compiled(x, count)
     ctx, x, z, descs = shared.operands_to_compile(x, config.tiles, world_size, scales)
     args, constants = shared.arguments(
@@ -62,7 +79,7 @@ def prepare(
     pieces, out_dtype = world_size * tiles.count(rows, n), out_dtype_of(x, scales)
     # The same slots and signals as those of the kernel that is not specialized.
     data_bytes = pieces * tiles.block_m * tiles.block_n * out_dtype.itemsize
-    in_pairs = has_pairs(rows, world_size, x.dtype)
+    in_pairs = _is_in_pairs(x, n, world_size, tiles)
     not_sent = world_size * tiles.block_m // 2 * round_up(n, tiles.block_n) * out_dtype.itemsize if in_pairs else 0
     plan = workspace.prepare(
         "gemm_rs", fields, data_bytes, pieces, launch_split_k.num_flags(config), sent_bytes=data_bytes - not_sent

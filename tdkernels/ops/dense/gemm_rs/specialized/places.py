@@ -50,7 +50,9 @@ def place_of_pair(item, problem, me, RANKS: gl.constexpr):
     group_m, pairs = gl.maximum(group_m // RANKS, 1), (RANKS + 1) // 2
     whole = (tiles_m - 1) * tiles_n * RANKS
     is_pair, after = item >= whole, gl.maximum(item - whole, 0)
-    pid_m, pid_n = swizzle(item // RANKS, gl.maximum(tiles_m - 1, 1), tiles_n, group_m)
+    # A number beyond the whole tiles would divide by 0. Its place is not used.
+    tile = gl.maximum(gl.minimum(item, whole - 1), 0) // RANKS
+    pid_m, pid_n = swizzle(tile, gl.maximum(tiles_m - 1, 1), tiles_n, group_m)
     pid_m, pid_n = gl.where(is_pair, tiles_m - 1, pid_m), gl.where(is_pair, after // pairs, pid_n)
     step = gl.where(is_pair, after % pairs * 2, item % RANKS)
     row, owner = pid_m * BLOCK_M, (me + 1 + step) % RANKS
