@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tdkernels
 from tdkernels.autotune import disk_cache, selection
@@ -11,6 +12,9 @@ from tdkernels.autotune.hardware import Hardware
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.ops.common import gemm_tunable
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.dense.ag_gemm.config import of_several_weights
+from tdkernels.ops.dense.gemm_rs import launch_specialized
 from tdkernels.runtime import gpu as runtime_gpu
 from tests.autotune.entries import make_entry
 from tests.ops.dense.specialized_support import pretend_hopper
@@ -91,10 +95,14 @@ def test_default_of_a_newer_kind_supersedes_older_measurements(operator, lower, 
 
 def test_few_rows_keep_older_measurements(monkeypatch):
     tuned, device = tunable("ag_gemm"), simulated_hopper(monkeypatch)
-    for ranks, m, superseded in ((2, 512, False), (2, 1024, True), (4, 512, True)):
+    for ranks, m, superseded in ((2, 512, ()), (2, 1024, ("fused", "torch")), (4, 512, ("torch",))):
         problem = Problem("ag_gemm", "NVIDIA Testing", ranks, ranks, "bfloat16", "nk", (m, 32768, 8192))
         assert tuned.default(problem, device).warp_specialize
-        assert tuned.is_superseded(tdkernels.AgGemmConfig(), problem, device) == superseded
+        for method in ("fused", "torch"):
+            found = tuned.is_superseded(tdkernels.AgGemmConfig(method=method), problem, device)
+            assert found == (method in superseded)
+        of_nodes = replace(problem, local_world_size=ranks // 2)
+        assert not tuned.is_superseded(tdkernels.AgGemmConfig(method="torch"), of_nodes, device)
 
 
 def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
@@ -115,6 +123,34 @@ def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
     assert source(512) == source(65) == source(1023) == source(512, "Kin 9000") == "default"
     assert source(512, own=True) == source(1024) == source(64) == "nearest"
     assert source(1024, "Kin 9000") == "similar_gpu"
+
+
+def test_several_weights_do_not_use_one_shot_for_more_rows_than_reading_a_weight_takes(monkeypatch):
+    device, one_shot = simulated_hopper(monkeypatch), tdkernels.AgGemmConfig(transport="one_shot")
+
+    def selected(rows, ranks, dtype=torch.bfloat16):
+        with FakeTensorMode():
+            x = torch.empty(rows, 8192, dtype=dtype, device=device)
+            weights = [torch.empty(n, 8192, dtype=dtype, device=device) for n in (1024, 1024)]
+        return of_several_weights(one_shot, x, weights, ranks)
+
+    assert selected(8, 8) == selected(96, 8, torch.float32) == one_shot
+    config = selected(96, 8)
+    assert (config.transport, config.warp_specialize) == ("push", True)
+
+
+def test_halves_of_tiles_of_two_ranks_unless_splitting_along_k_takes_less_time(monkeypatch):
+    simulated_hopper(monkeypatch)
+
+    def in_pairs(rows, n, k, ranks):
+        x = torch.empty(rows * ranks, k, dtype=torch.bfloat16, device="meta")
+        return launch_specialized._is_in_pairs(x, n, ranks, LARGE)
+
+    assert in_pairs(192, 8192, 28672, 8) and in_pairs(192, 8192, 128, 2)
+    assert not in_pairs(96, 8192, 28672, 8), "the last tile row of a rank has more than 64 rows"
+    assert not in_pairs(192, 4096, 14336, 2)
+    with tdkernels.batch_invariant():
+        assert in_pairs(192, 4096, 14336, 2)
 
 
 def test_modelled_entries_rank_between_current_and_older_measurements(monkeypatch):

@@ -49,8 +49,9 @@ _SMALL_MS = 0.2
 # On 2 H200, 512 x 10240 x 8192 with the tiles of 512 x 8192 x 8192, a share of 0.75, took 1.10 to 1.19 times as long.
 _LEAST_BUSY = 0.8
 _FEW_ROWS = 128
-_COMPARED_ROWS, _COMPARED_ROWS_OF_TWO = 1024, 513  # see ``_kind``; the latter of two ranks
+_COMPARED_ROWS = 1024  # see ``_kind``
 _SMALLEST_ROWS = 64  # up to which a GEMM only takes as long as reading the weight
+_TORCH_ROWS, _TORCH_ROWS_OF_TWO = _SMALLEST_ROWS, 513  # see ``_least_rows``
 
 
 class DenseTunable(ConfigTunable):
@@ -200,17 +201,21 @@ class DenseTunable(ConfigTunable):
         There the fastest kernel depends on waves of tiles and on full tiles, as the default config does. In solo mode
         on an H200, configs of other shapes took 1.13 (``gemm_rs``) and 1.11 times (``ag_gemm``) as long as the fastest
         one on average, up to 2.2 times, and the default configs 1.02 and 1.01 times (4 and 8 ranks, 82 and 83 cases).
+        With two ranks the default configs took 0.96 and 0.94 of the time of those that were selected before (128 to 768
+        rows).
         """
-        if is_scaled(problem) or problem.torch_dtype.itemsize != 2 or gpu.capability(device) != (9, 0):
+        if problem.num_nodes > 1 or problem.torch_dtype.itemsize != 2 or gpu.capability(device) != (9, 0):
             return True
         return not _SMALLEST_ROWS < problem.shape[0] < _COMPARED_ROWS
 
     def is_superseded(self, config: Any, problem: "Problem", device: torch.device) -> bool:
-        return _kind(config) < _compared_kind(self.default(problem, device), problem)
+        least = _least_rows(problem) if config.method == "torch" else _COMPARED_ROWS
+        return problem.shape[0] >= least and _kind(config) < _kind(self.default(problem, device))
 
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         default, dtype = self.default(problem, device), problem.torch_dtype
-        if device.type == "cuda" and not _for_few_rows(default, problem) and not _compared_kind(default, problem):
+        is_fast = _kind(default) > 0 and problem.shape[0] >= _least_rows(problem)
+        if device.type == "cuda" and not _for_few_rows(default, problem) and not is_fast:
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
         return default
@@ -295,14 +300,16 @@ def _kind(config):
     return int(getattr(config, "transport", "") == "direct")
 
 
-def _compared_kind(default, problem):
-    """Return ``_kind`` of the default config, 0 for fewer rows than it was compared with.
+def _least_rows(problem):
+    """Return from how many rows on a default of kind 1 or 2 is taken to be faster than torch's collective and matmul.
 
-    With more than two ranks and 64 to 1024 rows, torch's collective and matmul took longer on 4 and 8 H200 than configs
-    of kind 1 or lower in all of 17 problems, in CUDA graphs.
+    With 64 to 1024 rows, torch's took longer on 4 and 8 H200 than the selected configs of kind 0 and 1 in all of 17
+    problems (in 16 bits, CUDA graphs), and solo mode says that defaults of kind 1 and 2 are faster than those. With two
+    ranks and up to 512 rows the default is "one_shot" for ``gemm_rs`` and ``gemm_ar``.
     """
-    least = _COMPARED_ROWS_OF_TWO if problem.world_size == 2 else _SMALLEST_ROWS
-    return _kind(default) if problem.shape[0] >= least else 0
+    if problem.num_nodes > 1 or problem.torch_dtype.itemsize != 2:
+        return _COMPARED_ROWS
+    return _TORCH_ROWS_OF_TWO if problem.world_size == 2 else _TORCH_ROWS
 
 
 def _for_few_rows(config, problem):

@@ -80,10 +80,10 @@ def _random(*shape):
     return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
 
 
-def computes_several_weights(dim, return_gathered, transport, k=200):
+def computes_several_weights(dim, return_gathered, transport, k=200, shape=(3, 128)):
     """Check a list of weights, each with a bias, compared with the plain kernel."""
     config, plain = ({**one, "transport": transport} for one in (CONFIG, PLAIN))
-    x = _random(3, 128, k)
+    x = _random(*shape, k)
     weights, biases = [_random(n, k) for n in (272, 784, 16)], [_random(n) for n in (272, 784, 16)]
     call = lambda config: tdkernels.ag_gemm(  # noqa: E731
         x, weights, biases, dim=dim, return_gathered=return_gathered, config=AgGemmConfig(**config)
@@ -138,9 +138,9 @@ def has_the_bits_of_the_plain_kernel(repeats, by_turns=False, shapes=_SHAPES):
     tdkernels.synchronize()
 
 
-def replays_in_a_graph():
+def replays_in_a_graph(rows=256):
     """Check replays of a CUDA graph of three calls with new operands."""
-    x, weight = _random(256, 448), _random(528, 448)
+    x, weight = _random(rows, 448), _random(528, 448)
     call = lambda config: tdkernels.ag_gemm(x, weight, config=AgGemmConfig(**config))  # noqa: E731
     with specialized():
         call(CONFIG)

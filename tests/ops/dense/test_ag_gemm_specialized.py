@@ -62,14 +62,20 @@ def test_ranks_with_different_kernels(world_size):
 
 
 @on_hopper
-@pytest.mark.parametrize("world_size, by_turns", [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize("world_size, by_turns", [(2, False), (3, True), (4, False), (8, False)])
 def test_tiles_across_shards(world_size, by_turns):
     on_ranks(world_size, cases.has_tiles_across_shards, 72, by_turns)
 
 
 @on_hopper
-def test_graph():
-    on_ranks(2, cases.replays_in_a_graph)
+def test_several_weights_with_tiles_across_shards():
+    on_ranks(3, cases.computes_several_weights, 0, False, "push", 2056, (3, 48))
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size, rows", [(2, 256), (3, 144)])
+def test_graph(world_size, rows):
+    on_ranks(world_size, cases.replays_in_a_graph, rows)
 
 
 @on_hopper

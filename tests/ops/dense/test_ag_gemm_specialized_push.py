@@ -24,12 +24,14 @@ TILES = Tiles(128, 256, 64)
 class Push:
     """The partitions of all programs of rank 1 that push a shard [rows, k] to the other ranks.
 
-    ``scaled``: with the scales of its rows, one or several for each.
+    variant: "fixed_half" or "across", which copy the shard to this rank's slot, too, or ""
+    scaled: with the scales of its rows, one or several for each
     """
 
-    def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, fixed_half, source=None, scaled=True):
+    def __init__(self, seed, rows, k, ranks, chunk_tiles, num_workers, variant, source=None, scaled=True):
         self.schedule = Schedule(seed)
-        self.rows, self.ranks, self.num_workers, self.fixed_half = rows, ranks, num_workers, fixed_half
+        self.rows, self.ranks, self.num_workers = rows, ranks, num_workers
+        self.copies_own, self.notifies_own = variant != "", variant == "across"
         self.row_bytes = 2 * k
         config = AgGemmConfig(tiles=TILES, chunk_tiles=chunk_tiles, warp_specialize=True)
         self.slices = launch_specialized.num_slices(k, config)
@@ -42,7 +44,7 @@ class Push:
         self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes, per_row)
         self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4 * per_row, self.row_bytes) * self.row_bytes
         x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
-        self.num_pushes = launch_specialized._num_pushes(x, ranks, config, fixed_half)
+        self.num_pushes = launch_specialized._num_pushes(x, ranks, config, self.copies_own)
         self.marks = {}  # {piece of a trace: kinds}
         self.items, self.flags, self.sent, self.sent_scales, self.signals = 0, {}, {}, {}, []
         self.code = self._code(source or Path(push.__file__).read_text())
@@ -56,11 +58,12 @@ class Push:
         # The last one is a program that does not push.
         self.schedule.start({
             f"program {program}": lambda program=program: self.code["push_partition"](
-                None, 0, HALF, SIGNAL, shard, self.scales, program, self.num_workers, self.fixed_half, 2, "trace", 100
+                None, 0, HALF, SIGNAL, shard, self.scales, program, self.num_workers, self.copies_own, 2, "trace", 100,
+                False, self.notifies_own,
             )
             for program in [*range(started), self.num_workers]
         })
-        peers = [rank for rank in range(self.ranks) if rank != 1 or self.fixed_half]
+        peers = [rank for rank in range(self.ranks) if rank != 1 or self.copies_own]
         # Not "assert a == b": in CI pytest compares the texts of these tables, which takes up to 20 s.
         is_complete = set(self.sent) == {(peer, row) for peer in peers for row in range(self.rows)}
         assert is_complete
@@ -71,7 +74,8 @@ class Push:
         has_scales_once = self.sent_scales == {(peer, number): 1 for peer in with_scales for number in numbers}
         assert has_scales_once
         numbers = range(self.num_chunks * self.slices)
-        expected = [(peer, self.num_chunks * self.slices + number) for peer in peers if peer != 1 for number in numbers]
+        notified = [peer for peer in peers if peer != 1 or self.notifies_own]
+        expected = [(peer, self.num_chunks * self.slices + number) for peer in notified for number in numbers]
         assert sorted(self.signals) == expected
         assert set(self.flags.values()) == {0} and set(self.flags) == set(range(self.num_flags))
 
@@ -98,6 +102,7 @@ class Push:
             "flag_at": lambda ctx, index: index, "signal_at": lambda ctx, half, number: number,
             "request_by_warps": lambda ctx, queue, warps: self._request(queue), "item_of_warps": lambda answer: answer,
             "is_last_arriver_of_warps": self._arrive, "notify_all_by_warps": self._notify, "ALL_PEERS": -2,
+            "notify_by_warps": self._notify_one,
             "mark_by_warps": self._mark, "PUSHED_BYTES": PUSHED_BYTES, "PUSHED_ROWS": PUSHED_ROWS,
             "PUSHED_ROW_BYTES": PUSHED_ROW_BYTES,
         }
@@ -136,14 +141,22 @@ class Push:
         return is_last
 
     def _notify(self, ctx, number, value, warps, first):
+        assert warps == 2
+        self._signal(number, value, [rank for rank in range(first, min(first + 64, self.ranks)) if rank != 1])
+
+    def _notify_one(self, ctx, number, stride, count, peer, value, warps):
+        assert count == 1 and warps == 2
+        self._signal(number, value, [peer])
+
+    def _signal(self, number, value, peers):
         self.schedule.until()
-        assert value == SIGNAL and warps == 2
+        assert value == SIGNAL
         chunk, slice_id = divmod(number - self.num_chunks * self.slices, self.slices)
         rows = range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
         (part,) = self._parts_of_row([slice_id])
         numbers = range(rows.start * self.scales[2], rows.stop * self.scales[2])
         has_scales = self.scales[0] is not None and slice_id == 0
-        for peer in (rank for rank in range(first, min(first + 64, self.ranks)) if rank != 1):
+        for peer in peers:
             assert all(part in self.sent.get((peer, row), []) for row in rows), "the signal comes before its data"
             if has_scales:
                 assert all((peer, each) in self.sent_scales for each in numbers), "the signal comes before the scales"
@@ -154,11 +167,11 @@ class Push:
 CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), (256, 4096, 4, 1), (9, 1088, 66, 1)]
 
 
-@pytest.mark.parametrize("fixed_half", [False, True])
+@pytest.mark.parametrize("variant", ["", "fixed_half", "across"])
 @pytest.mark.parametrize("rows, k, ranks, chunk_tiles", CASES)
-def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, fixed_half):
+def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, variant):
     for seed in range(5):
-        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, fixed_half, scaled=not fixed_half and seed % 2 == 0)()
+        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, variant, scaled=not variant and seed % 2 == 0)()
 
 
 QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1, WARPS))\n"
@@ -178,9 +191,26 @@ MUTANTS = {
 }
 
 
+OF_THE_COPY = {
+    "this rank gets no signal": ("        if NOTIFY_OWN:", "        if False:"),
+    "this rank's signal follows the first part": (
+        "    if is_last_arriver_of_warps(flag, parts, WARPS):",
+        "    if NOTIFY_OWN and part == 0:\n        notify_by_warps(ctx, word, 1, 1, me, signal, WARPS)\n"
+        "    NOTIFY_OWN = False\n    if is_last_arriver_of_warps(flag, parts, WARPS):",
+    ),
+    "this rank's rows are skipped": ("0 if COPY_OWN else 1", "1"),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_THE_COPY)
+def test_errors_in_the_copy_are_found(mutant):
+    run = lambda seed, source: Push(seed, 300, 2056, 3, 2, 6, "across", source, scaled=False)  # noqa: E731
+    check_found(run, Path(push.__file__).read_text(), OF_THE_COPY[mutant], seeds=20)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_errors_are_found(mutant):
-    run = lambda seed, source: Push(seed, 300 if seed else 9, 2056, 3 if seed else 66, 2, 6, False, source)  # noqa: E731
+    run = lambda seed, source: Push(seed, 300 if seed else 9, 2056, 3 if seed else 66, 2, 6, "", source)  # noqa: E731
     check_found(run, Path(push.__file__).read_text(), MUTANTS[mutant], seeds=20)
 
 

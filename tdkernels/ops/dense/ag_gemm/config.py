@@ -13,6 +13,8 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 # From this shard size on, one copy per peer is faster than programs that push, because it takes no SM (4 H200).
@@ -24,7 +26,9 @@ _NUM_COMM_SMS_OF_TWO = 8
 # on 4 H100 and in three shapes, 96 and 131 took 0.96 of the time of 64, and 40 took 1.14.
 NUM_COMM_SPECIALIZED, _NUM_COMM_SPECIALIZED_FP8 = 64, 96
 _CHUNK_SPECIALIZED = 2  # in solo mode as fast as 1 if the GEMM takes longer than the link, otherwise up to 12 % faster
-_FEWER_TILE_ROWS = 7 / 8  # up to this share, tiles have rows of several shards
+# Up to this share of tile rows, tiles have rows of several shards. With 1/4 to 5/6 of them the kernel took 0.44 to 0.97
+# of the time in 54 of 72 cases, and at most 1.11 with few tiles (H200 in solo mode, 2, 4 and 8 ranks).
+_FEWER_TILE_ROWS = 7 / 8
 MAX_WEIGHTS = 3  # of one call of a kernel: each is a separate argument
 LEAST_STORE = 32  # columns of a tile that are stored at a time, if shared memory is scarce
 BARRIER_BYTES = 256  # of the pipeline, in shared memory
@@ -171,14 +175,36 @@ def default_config(
     # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
     # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
     if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
-        config = specialized_config(dtype, device)
-        # If all tiles run at the same time, each needs the first slice of its rows at once.
-        fit = num_tiles(rows, n, world_size, dtype) <= gpu.num_sms(device)
-        return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
+        return _specialized_for(rows, n, dtype, device, world_size)
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))
+
+
+def _specialized_for(rows, n, dtype, device, world_size):
+    """Return the default config of the warp-specialized kernel for an output of ``world_size`` shards [rows, n]."""
+    config = specialized_config(dtype, device)
+    # If all tiles run at the same time, each needs the first slice of its rows at once.
+    fit = num_tiles(rows, n, world_size, dtype) <= gpu.num_sms(device)
+    return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
+
+
+def of_several_weights(
+    config: AgGemmConfig, x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int
+) -> AgGemmConfig:
+    """Return a selected config with transport "one_shot", or another one for several weights or a gathered x.
+
+    "one_shot" gathers x for each weight. So with more rows than reading a weight takes, tiles that begin before all
+    rows have arrived are used on Hopper.
+    """
+    rows, n, k = x.shape[0], sum(weight.shape[0] for weight in weights), x.shape[1]
+    tiles = default_tiles(rows * world_size, n, x.dtype, x.device)
+    if rows * world_size <= _ONE_SHOT_ROWS[x.device.type]:
+        return config
+    if not launch_specialized.suits(tiles, n, k, x.dtype, x.device):
+        return config
+    return _specialized_for(rows, n, x.dtype, x.device, world_size)
 
 
 def _suits_one_shot(rows, n, dtype, device, world_size):

@@ -33,7 +33,7 @@ from tdkernels.ops.common.gemm_tunable import config_for, explicit_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
-from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, AgGemmConfig
+from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, AgGemmConfig, of_several_weights
 from tdkernels.ops.dense.layout import by_segment
 from tdkernels.ops.dense.local import linear, linear_of_call
 from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
@@ -67,6 +67,8 @@ def _products(full, weights, biases):
 def _resolved(text, x, weights, biases, return_gathered, group, fields):
     """Return the config of a call: the one given as ``text``, or the selected one."""
     config = config_for("ag_gemm", text, x, _joined_on_meta(weights), group, fields)
+    if not text and config.method == "fused" and config.transport == "one_shot":
+        config = of_several_weights(config, x, weights, group.size())
     if is_batch_invariant():
         if return_gathered and not _is_one_launch(weights, biases, group, config):
             reject_invariant("ag_gemm", "return_gathered with a call that is not one launch of the fused kernel")

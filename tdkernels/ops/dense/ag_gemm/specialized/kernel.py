@@ -111,7 +111,8 @@ def ag_gemm_specialized_kernel(
     shard = M_shard, row_bytes, chunk_rows, slice_steps * STEP_BYTES, slices, num_chunks, slot_bytes
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
     if ACROSS:
-        order = me * M_shard // BLOCK_M, all_rows, 1, tiles_n, group_m, 1, num_whole
+        # At least 2, because ``tile_by_arrival`` divides by one less.
+        order = me * M_shard // BLOCK_M, gl.maximum(all_rows, 2), 1, tiles_n, group_m, 1, num_whole
     across = ranks, M_shard, chunk_rows, num_chunks
     memory = make_memory(x_desc.dtype, w_desc.dtype, W_IS_KN, y_desc.dtype)
     bars = make_barriers()
