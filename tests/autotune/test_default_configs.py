@@ -1,6 +1,7 @@
 """Configs of problems without table entries, and defaults that supersede older entries."""
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.ops.common import gemm_tunable
 from tdkernels.ops.common.tile_config import LARGE
-from tdkernels.ops.dense.ag_gemm.config import of_several_weights
+from tdkernels.ops.dense.ag_gemm import multi
 from tdkernels.ops.dense.gemm_rs import launch_specialized
 from tdkernels.runtime import gpu as runtime_gpu
 from tests.autotune.entries import make_entry
@@ -101,8 +102,19 @@ def test_few_rows_keep_older_measurements(monkeypatch):
         for method in ("fused", "torch"):
             found = tuned.is_superseded(tdkernels.AgGemmConfig(method=method), problem, device)
             assert found == (method in superseded)
-        of_nodes = replace(problem, local_world_size=ranks // 2)
-        assert not tuned.is_superseded(tdkernels.AgGemmConfig(method="torch"), of_nodes, device)
+
+
+def test_few_rows_of_several_nodes_or_in_fp8_keep_measurements_of_torch(monkeypatch):
+    tuned, device = tunable("gemm_rs"), simulated_hopper(monkeypatch)
+    torch_config = tdkernels.GemmRsConfig(method="torch")
+
+    def is_superseded(m=512, nodes=1, dtype="bfloat16"):
+        problem = Problem("gemm_rs", "NVIDIA Testing", 4, 4 // nodes, dtype, "nk", (m, 8192, 8192))
+        assert tuned.default(problem, device).transport == "direct"
+        return tuned.is_superseded(torch_config, problem, device)
+
+    assert is_superseded() and is_superseded(1024, nodes=2) and is_superseded(1024, dtype="float8_e4m3fn")
+    assert not is_superseded(nodes=2) and not is_superseded(1000, dtype="float8_e4m3fn")
 
 
 def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
@@ -113,8 +125,8 @@ def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
     config = tuned.config_to_dict(tuned.default(problem, device))
     mine = make_entry("gemm_rs", config=config, versions=versions(tuned))
 
-    def source(m, gpu="NVIDIA Testing", own=False, dtype="bfloat16"):
-        of = replace(problem, shape=(m, 8192, 8192), dtype=dtype)
+    def source(m, gpu="NVIDIA Testing", own=False, local_ranks=4):
+        of = replace(problem, shape=(m, 8192, 8192), local_world_size=local_ranks)
         entry = replace(mine, problem=replace(of, gpu=gpu, shape=(m, 8192, 4096)))
         for table, is_there in (("user_entries", own), ("shipped_entries", not own)):
             monkeypatch.setattr(disk_cache, table, lambda _, name, found=[entry] * is_there: found * (name == gpu))
@@ -122,21 +134,34 @@ def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):
 
     assert source(512) == source(65) == source(1023) == source(512, "Kin 9000") == "default"
     assert source(512, own=True) == source(1024) == source(64) == "nearest"
-    assert source(1024, "Kin 9000") == "similar_gpu"
+    assert source(1024, "Kin 9000") == "similar_gpu" and source(512, local_ranks=2) == "nearest"
 
 
-def test_several_weights_do_not_use_one_shot_for_more_rows_than_reading_a_weight_takes(monkeypatch):
+def test_several_weights_use_one_launch_instead_of_one_shot(monkeypatch):
     device, one_shot = simulated_hopper(monkeypatch), tdkernels.AgGemmConfig(transport="one_shot")
+    monkeypatch.setattr(multi, "config_for", lambda *args: one_shot)
+    monkeypatch.setattr(multi, "spans_nodes", lambda group: False)
+    group = SimpleNamespace(size=lambda: 8)
 
-    def selected(rows, ranks, dtype=torch.bfloat16):
+    def selected(rows, ns=(1024, 1024), dtype=torch.bfloat16, biases=None, segment_rows=None, keeps=False, text=""):
         with FakeTensorMode():
             x = torch.empty(rows, 8192, dtype=dtype, device=device)
-            weights = [torch.empty(n, 8192, dtype=dtype, device=device) for n in (1024, 1024)]
-        return of_several_weights(one_shot, x, weights, ranks)
+            weights = [torch.empty(n, 8192, dtype=dtype, device=device) for n in ns]
+        biases = biases or [None] * len(ns)
+        return multi._resolved(text, x, weights, biases, segment_rows or rows, keeps, group, dict)
 
-    assert selected(8, 8) == selected(96, 8, torch.float32) == one_shot
-    config = selected(96, 8)
+    config = selected(96)
     assert (config.transport, config.warp_specialize) == ("push", True)
+    assert selected(128, segment_rows=128).warp_specialize and selected(256, segment_rows=128).warp_specialize
+    assert selected(96, text="given") == one_shot
+    assert selected(32) == one_shot, "few rows"
+    assert selected(96, ns=(1024,)) == one_shot, "x is gathered once"
+    assert selected(96, keeps=True) == one_shot, "x is gathered once"
+    assert selected(96, dtype=torch.float32) == one_shot
+    assert selected(96, ns=(1024, 1000, 24)) == one_shot, "columns that TMA cannot store"
+    assert selected(96, ns=(512,) * 4) == one_shot, "more weights than a launch has"
+    assert selected(96, biases=[None, torch.empty(1024)]) == one_shot
+    assert selected(96, segment_rows=48) == one_shot, "tiles of two segments"
 
 
 def test_halves_of_tiles_of_two_ranks_unless_splitting_along_k_takes_less_time(monkeypatch):

@@ -249,6 +249,7 @@ def test_one_rank_matches_linear(dtype, operator):
     ("gemm_rs", 4, (2048, 8192, 7161), 256, "forward"), ("gemm_rs", 16, (2048, 8192, 7168), 256, "forward"),
     ("gemm_ar", 4, (2048, 4096, 1024), 256, "direct"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "direct"),
     ("gemm_ar", 4, (1024, 2048, 1024), 128, "direct"), ("gemm_ar", 4, (1024, 4104, 1024), 128, "forward"),
+    ("gemm_rs", 8, (64, 8200, 1024), 128, "one_shot"), ("gemm_rs", 8, (328, 128, 1024), 128, "forward"),
 ])
 def test_default_tiles_on_hopper(operator, world_size, sizes, columns, transport, monkeypatch):
     """``sizes`` are rows (of the shard; of all ranks for gemm_ar), n and k per rank."""

@@ -155,7 +155,7 @@ def selects_the_method_that_keeps_x():
     for count, least_s, method in ((2, 0.0, "parts"), (2, 1.0, "fused"), (MAX_WEIGHTS + 1, 1.0, "parts")):
         weights = [torch.zeros(64, 64, device=device())] * count
         with mock.patch.object(multi, "_PARTS_LEAST_S", least_s):
-            config = multi._resolved("", x, weights, [None] * count, True, group, dict)
+            config = multi._resolved("", x, weights, [None] * count, x.shape[0], True, group, dict)
         assert config.method == method, (count, least_s, config)
 
 

@@ -191,19 +191,20 @@ def _specialized_for(rows, n, dtype, device, world_size):
 
 
 def of_several_weights(
-    config: AgGemmConfig, x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int
-) -> AgGemmConfig:
-    """Return a selected config with transport "one_shot", or another one for several weights or a gathered x.
+    x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int
+) -> AgGemmConfig | None:
+    """Return a config that multiplies by several weights in one launch instead of "one_shot", or None.
 
     "one_shot" gathers x for each weight. So with more rows than reading a weight takes, tiles that begin before all
-    rows have arrived are used on Hopper.
+    rows have arrived are used on Hopper. The config only depends on what is equal on all ranks.
     """
-    rows, n, k = x.shape[0], sum(weight.shape[0] for weight in weights), x.shape[1]
+    rows, k = x.shape
+    if len(weights) == 1 or rows * world_size <= _ONE_SHOT_ROWS[x.device.type]:
+        return None
+    n = sum(weight.shape[0] for weight in weights)
     tiles = default_tiles(rows * world_size, n, x.dtype, x.device)
-    if rows * world_size <= _ONE_SHOT_ROWS[x.device.type]:
-        return config
-    if not launch_specialized.suits(tiles, n, k, x.dtype, x.device):
-        return config
+    if not all(launch_specialized.suits(tiles, weight.shape[0], k, x.dtype, x.device) for weight in weights):
+        return None
     return _specialized_for(rows, n, x.dtype, x.device, world_size)
 
 

@@ -11,7 +11,8 @@ rank they are [M, N_i / W]. For x [B, S / W, K] and a segment per sequence they 
     "torch"      all-gather, then one GEMM per weight
 
 With transport "one_shot", for small M, and on several nodes, each weight is a call of its own. The other methods order
-the rows in a pass of their own.
+the rows in a pass of their own. On Hopper "one_shot" is not selected for more than 256 rows if one launch of the
+warp-specialized kernel can multiply by all weights.
 
 If the gathered x is returned, the default for large problems is "parts" instead of "fused": the kernel gathers more
 slowly if it must keep all of x. For small M it is an all-gather, then one GEMM per weight.
@@ -34,6 +35,7 @@ from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch, pipelined
 from tdkernels.ops.dense.ag_gemm.config import MAX_WEIGHTS, AgGemmConfig, of_several_weights
+from tdkernels.ops.dense.ag_gemm.output import has_whole_tiles
 from tdkernels.ops.dense.layout import by_segment
 from tdkernels.ops.dense.local import linear, linear_of_call
 from tdkernels.ops.dense.operand_lists import bias_gradients, divided, joined, without_none
@@ -64,11 +66,11 @@ def _products(full, weights, biases):
     return [linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def _resolved(text, x, weights, biases, return_gathered, group, fields):
+def _resolved(text, x, weights, biases, segment_rows, return_gathered, group, fields):
     """Return the config of a call: the one given as ``text``, or the selected one."""
     config = config_for("ag_gemm", text, x, _joined_on_meta(weights), group, fields)
-    if not text and config.method == "fused" and config.transport == "one_shot":
-        config = of_several_weights(config, x, weights, group.size())
+    if not text and config.method == "fused" and config.transport == "one_shot" and not return_gathered:
+        config = _in_one_launch(config, x, weights, biases, segment_rows, group)
     if is_batch_invariant():
         if return_gathered and not _is_one_launch(weights, biases, group, config):
             reject_invariant("ag_gemm", "return_gathered with a call that is not one launch of the fused kernel")
@@ -77,6 +79,14 @@ def _resolved(text, x, weights, biases, return_gathered, group, fields):
         if not _is_one_launch(weights, biases, group, config) or _is_large(x, weights, group):
             return AgGemmConfig(method="parts")
     return config
+
+
+def _in_one_launch(config, x, weights, biases, segment_rows, group):
+    """Return a config that multiplies by all weights in one launch instead of ``config``, if there is one."""
+    other = of_several_weights(x, weights, group.size())
+    if other is None or not has_whole_tiles(x.shape[0], segment_rows, other.tiles.block_m):
+        return config
+    return other if _is_one_launch(weights, biases, group, other) else config
 
 
 def _is_large(x, weights, group):
@@ -146,7 +156,7 @@ def _forward(x, weights, biases, segment_rows, return_gathered, group, config):
     if not x.shape[0]:
         group_state(group).check_consensus_cached("ag_gemm", fields)
         return [x.new_empty(0, weight.shape[0]) for weight in weights] + [x.new_empty(x.shape)] * return_gathered
-    config = _resolved(config, x, weights, biases, return_gathered, group, lambda: fields)
+    config = _resolved(config, x, weights, biases, segment_rows, return_gathered, group, lambda: fields)
     fields = with_config(fields, config)
     group_state(group).check_consensus_cached("ag_gemm", fields)
     return _run(x, weights, biases, segment_rows, return_gathered, group, config, fields)
@@ -267,7 +277,7 @@ def keep_call(
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
-    config = _resolved(as_argument(config), rows, weights, biases, return_gathered, group, dict)
+    config = _resolved(as_argument(config), rows, weights, biases, segment_rows, return_gathered, group, dict)
     fields = with_config(_fields(rows, weights, segment_rows, return_gathered), config)
     shape, number = rows.shape, len(weights)
 
