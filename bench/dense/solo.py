@@ -126,9 +126,9 @@ def _configs(case):
 
 def _kind(config):
     """Return the method, exchange or transport of a config, by which it is grouped."""
-    if config.method == "parts" or getattr(config, "exchange", "") == "one_shot":
-        return "parts" if config.method == "parts" else "one_shot"
-    return config.transport
+    if config.method == "parts":
+        return config.method
+    return "one_shot" if getattr(config, "exchange", "") == "one_shot" else config.transport
 
 
 def _reference(case, inputs):

@@ -24,7 +24,7 @@ from tdkernels.ops.common.gemm_tile import (
     scaled_by_rows,
 )
 from tdkernels.ops.common.scaling import Scales
-from tdkernels.ops.common.tile_config import LARGE, Tiles
+from tdkernels.ops.common.tile_config import LARGE, Tiles, fastest_in_waves
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import output_spec
@@ -85,16 +85,11 @@ def _sixteen_bit_tiles(rows, n, num_sms, device, exchanging):
     if gpu.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
     if block_m > 64:
-        return _fastest_in_waves(rows, n, num_sms, exchanging)
-    wide = cdiv(n, 64) > num_sms
-    tiles = Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
-    return _for_exchange(tiles) if exchanging else tiles
-
-
-def _fastest_in_waves(rows, n, num_sms, exchanging):
-    """Return the tile of _WAVES_TAKE with the shortest time in whole waves."""
-    fit = [(tiles, each) for tiles, each in _WAVES_TAKE if tiles != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
-    tiles, _ = min(fit, key=lambda one: cdiv(one[0].count(rows, n), num_sms) * one[1])
+        fit = [one for one in _WAVES_TAKE if one[0] != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
+        tiles = fastest_in_waves(fit, rows, n, num_sms)
+    else:
+        wide = cdiv(n, 64) > num_sms
+        tiles = Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
     return _for_exchange(tiles) if exchanging else tiles
 
 

@@ -82,10 +82,6 @@ class Tiles:
         # A tile of 128 x 256 saturates the tensor cores of Hopper.
         return min(1.0, self.block_m * self.block_n / (self.block_m + self.block_n) / 85.0) ** 0.5
 
-    def waves_take(self, rows: int, n: int, num_sms: int) -> float:
-        """Return the relative time of a GEMM with output [rows, n], in whole waves of tiles. Only for comparisons."""
-        return cdiv(self.count(rows, n), num_sms) * self.block_m * self.block_n / self.reach
-
     def busy_share(self, shards: int, rows: int, n: int, num_sms: int) -> float:
         """Return the share of SMs that have a tile, over all waves of ``shards`` GEMMs with output [rows, n]."""
         count = shards * self.count(rows, n)
@@ -158,6 +154,11 @@ def with_wide_steps(tiles: Tiles, layout: str, device: torch.device) -> Tiles:
 # Saturates the tensor cores of Hopper.
 LARGE = Tiles(128, 256, 64, num_warps=8, num_stages=4)
 MEDIUM = Tiles(128, 128, 64, num_warps=8, num_stages=5)
+
+
+def fastest_in_waves(tiles: Sequence[tuple[Tiles, float]], rows: int, n: int, num_sms: int) -> Tiles:
+    """Return the tile with the shortest time in whole waves. ``tiles``: with the relative time of a wave of each."""
+    return min(tiles, key=lambda one: cdiv(one[0].count(rows, n), num_sms) * one[1])[0]
 
 
 def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiles:

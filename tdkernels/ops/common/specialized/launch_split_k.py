@@ -71,8 +71,7 @@ def splits_of(x: torch.Tensor, tiles: int, first_flag: int) -> Splits:
 
     In the batch-invariant mode no tile is split, since that depends on the number of tiles.
     """
-    steps, programs = cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.available_sms(x.device)
-    last_wave = None if is_batch_invariant() else choose(tiles, steps, programs)
+    last_wave = _last_wave_of(x, tiles)
     if last_wave is None:
         return NO_SPLITS
     sums = output_spec(x, last_wave.further_items, *SPECIALIZED_TILE, dtype=torch.float32)
@@ -85,7 +84,22 @@ def compiled(x: torch.Tensor, tiles: int) -> Splits:
     return found if found.sums is None else found._replace(sums=x.new_empty(1, dtype=torch.float32))
 
 
-def takes(tiles: int, steps: int, programs: int, last_wave: LastWave | None) -> float:
+def takes(x: torch.Tensor, tiles: int, may_split: bool) -> float:
+    """Return the time of a launch as for ``splits_of`` by the model, in steps of K, or without split-K."""
+    steps, programs = _steps_and_programs(x)
+    return _takes(tiles, steps, programs, _last_wave_of(x, tiles) if may_split else None)
+
+
+def _steps_and_programs(x):
+    return cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.available_sms(x.device)
+
+
+def _last_wave_of(x, tiles):
+    """Return how ``tiles`` tiles of rows of x are split, or None."""
+    return None if is_batch_invariant() else choose(tiles, *_steps_and_programs(x))
+
+
+def _takes(tiles, steps, programs, last_wave):
     """Return the time of a launch by the model, in steps of K. ``last_wave``: how its last tiles are split, or None."""
     if last_wave is None:
         return cdiv(tiles, programs) * (steps + _TILE_STEPS)
@@ -98,10 +112,10 @@ def choose(tiles: int, steps: int, programs: int) -> LastWave | None:
     full, rest = divmod(tiles, programs)
     if rest == 0:
         return None
-    whole = takes(tiles, steps, programs, None)
+    whole = _takes(tiles, steps, programs, None)
     most = min(programs // rest, _MAX_SPLITS, steps // _LEAST_STEPS, 1 + _MAX_SUMS // rest)
     found = [LastWave(tiles - rest, rest, splits) for splits in range(2, most + 1)]
-    best = min(found, key=lambda one: takes(tiles, steps, programs, one), default=None)
-    if best is None or takes(tiles, steps, programs, best) > (1 - _LEAST_GAIN) * whole:
+    best = min(found, key=lambda one: _takes(tiles, steps, programs, one), default=None)
+    if best is None or _takes(tiles, steps, programs, best) > (1 - _LEAST_GAIN) * whole:
         return None
     return best

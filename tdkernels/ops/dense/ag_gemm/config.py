@@ -190,9 +190,7 @@ def _specialized_for(rows, n, dtype, device, world_size):
     return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
 
 
-def of_several_weights(
-    x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int
-) -> AgGemmConfig | None:
+def of_several_weights(x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int) -> AgGemmConfig | None:
     """Return a config that multiplies by several weights in one launch instead of "one_shot", or None.
 
     "one_shot" gathers x for each weight. So with more rows than reading a weight takes, tiles that begin before all

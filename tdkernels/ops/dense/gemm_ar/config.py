@@ -7,10 +7,9 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.config import saved_by_two_shots
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import LARGE, Tiles, tiles_of_product
+from tdkernels.ops.common.tile_config import LARGE, Tiles, fastest_in_waves, tiles_of_product
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM, DIRECT_SMALL
-from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def default_config(
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device, world_size)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     if launch_direct.has_tiles(n, k, dtype, device, world_size, layout):
-        tiles = _fastest_in_waves(rows, n, gpu.num_sms(device))
+        tiles = fastest_in_waves(_WAVES_TAKE, rows, n, gpu.num_sms(device))
         return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
@@ -113,11 +112,6 @@ def default_config(
             return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
-
-
-def _fastest_in_waves(rows, n, num_sms):
-    """Return the tile of _WAVES_TAKE with the shortest time in whole waves."""
-    return min(_WAVES_TAKE, key=lambda one: cdiv(one[0].count(rows, n), num_sms) * one[1])[0]
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmArConfig:

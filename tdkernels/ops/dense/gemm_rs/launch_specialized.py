@@ -5,16 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tdkernels.autotune.invariance import is_batch_invariant
 from tdkernels.ops.common.gemm_operands import scale_operands
 from tdkernels.ops.common.scaling import Scales, out_dtype_of
 from tdkernels.ops.common.specialized import launch_split_k
 from tdkernels.ops.common.specialized.launch_split_k import NO_SPLITS
-from tdkernels.ops.common.tile_config import STEP_BYTES
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense import launch_direct_specialized as shared
 from tdkernels.ops.dense.gemm_rs.config import has_pairs, num_tiles_in_pairs
-from tdkernels.rounding import cdiv, round_up
+from tdkernels.rounding import round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.gluon import optional_kernel
 from tdkernels.runtime.kernel_launch import Launch, output_spec
@@ -45,11 +43,8 @@ def _is_in_pairs(x, n, world_size, tiles):
     rows = x.shape[0] // world_size
     if not has_pairs(rows, world_size, x.dtype):
         return False
-    steps, programs = cdiv(x.shape[1] * x.itemsize, STEP_BYTES), gpu.available_sms(x.device)
-    apart = world_size * tiles.count(rows, n)
-    last_wave = None if is_batch_invariant() else launch_split_k.choose(apart, steps, programs)
-    in_pairs = launch_split_k.takes(num_tiles_in_pairs(rows, n, world_size), steps, programs, None)
-    return in_pairs <= launch_split_k.takes(apart, steps, programs, last_wave)
+    in_pairs = launch_split_k.takes(x, num_tiles_in_pairs(rows, n, world_size), may_split=False)
+    return in_pairs <= launch_split_k.takes(x, world_size * tiles.count(rows, n), may_split=True)
 
 
 def compile(
