@@ -9,14 +9,12 @@ from tdkernels.solo.relay import NoRelay, Relay
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
-# Workspaces whose data and signals consist of W equal slots. Those of "gemm_rs one shot" do, too, but the signal of a
-# tile says nothing about the rows of mirror images, which belong to other tiles.
+# Workspaces whose data and signals consist of W equal slots; scales of ag_gemm follow them. Those of "gemm_rs one shot"
+# do, too, but the signal of a tile says nothing about the rows of mirror images, which belong to other tiles.
 NAMES = (
     "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gemm_ar one shot", "gather", "scatter", "all_gather",
     "moe_ag_gemm", "moe_gemm_rs",
 )
-# Those of them whose scales lie behind the rows of all ranks, if operands are scaled. Then slots are not equal.
-_SCALES_LAST = ("ag_gemm one shot",)
 # Workspaces of kernels that neither send nor wait.
 _LOCAL = ("moe_route",)
 
@@ -58,6 +56,9 @@ class SoloWorkspace(Workspace):
     Memory: this rank's words, then a gap with the words of the peers, then the data. The shift is the size of a slot,
     which differs between plans. So every plan has its own context table, buffer and cached launches; ``prepare``
     selects them. To a caller, a change of plan looks as if the buffer had been replaced.
+
+    The scales of scaled operands of ag_gemm follow the slots. Those of mirror images do not arrive, so their rows of
+    the result are undefined.
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
@@ -84,26 +85,25 @@ class SoloWorkspace(Workspace):
 
     def prepare(
         self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0,
-        sent_bytes: int | None = None,
+        sent_bytes: int | None = None, slot_bytes: int | None = None,
     ) -> int:
-        if self.name in _SCALES_LAST and "scaling" in fields:
-            raise NotImplementedError(f"{self.name}: not in solo mode with scaled operands")
         plan = super().prepare(operator, fields, half_bytes, half_signals, num_flags)
         if plan not in self._views:
-            self._views[plan] = self._view(operator, half_bytes, half_signals, sent_bytes or half_bytes)
+            slot_bytes = slot_bytes or half_bytes // self.world_size
+            self._views[plan] = self._view(operator, half_bytes, half_signals, sent_bytes or half_bytes, slot_bytes)
         self.buffer, self.ctx, self.launches, self._relay = self._views[plan]
         return plan
 
-    def _view(self, operator, half_bytes, half_signals, sent_bytes):
+    def _view(self, operator, half_bytes, half_signals, sent_bytes, shift):
         """Return (buffer, context table, cached launches, relay) of a plan."""
         if self.name in _LOCAL:  # all plans have those of the workspace; a relay would wait for signals until a timeout
             return self.buffer, self.ctx, self.launches, NoRelay()
         ranks = self.world_size
-        shift, smallest = half_bytes // ranks, words_bytes(self.half_signals)
+        smallest = words_bytes(self.half_signals)
         if half_bytes % ranks or half_signals % ranks or shift % 16 or shift < smallest:
             raise ValueError(
-                f"{operator}: solo mode needs {ranks} equal slots of at least {smallest} bytes, not {half_bytes} bytes "
-                f"and {half_signals} signals"
+                f"{operator}: solo mode needs {ranks} equal slots of at least {smallest} bytes, not slots of {shift} "
+                f"bytes in {half_bytes} bytes, and {half_signals} signals"
             )
         buffer = SoloBuffer(self.group, self._memory, self._nbytes, shift)
         ctx = self.ctx.clone()

@@ -83,7 +83,7 @@ class Workspace(Mailbox):
 
     def prepare(
         self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0,
-        sent_bytes: int | None = None,
+        sent_bytes: int | None = None, slot_bytes: int | None = None,
     ) -> int:
         """Return the id of a launch plan. The first call with a plan is collective: it runs a consensus check.
 
@@ -95,8 +95,9 @@ class Workspace(Mailbox):
             half_bytes: The bytes of data that the kernel needs in a half.
             half_signals: The signals that the kernel needs in a half.
             num_flags: The private words that the kernel needs.
-            sent_bytes: The bytes of a half that are written, if not all of them. Only solo mode needs it. It uses those
-                of the first call with a plan.
+            sent_bytes: The bytes of a half that are written, if not all of them. Only solo mode uses this and
+                ``slot_bytes``, those of the first call with a plan.
+            slot_bytes: The distance between the slots of consecutive ranks, if it is not ``half_bytes`` / W.
 
         Raises:
             ValueError: If the fields differ between the ranks.

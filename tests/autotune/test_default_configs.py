@@ -13,6 +13,7 @@ from tdkernels.autotune.hardware import Hardware
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.ops.common import gemm_tunable
+from tdkernels.ops.common.scaling import LAYOUTS
 from tdkernels.ops.common.tile_config import LARGE
 from tdkernels.ops.dense.ag_gemm import multi
 from tdkernels.ops.dense.gemm_rs import launch_specialized
@@ -104,17 +105,81 @@ def test_few_rows_keep_older_measurements(monkeypatch):
             assert found == (method in superseded)
 
 
-def test_few_rows_of_several_nodes_or_in_fp8_keep_measurements_of_torch(monkeypatch):
+def test_few_rows_keep_measurements_of_torch_unless_their_defaults_were_compared(monkeypatch):
     tuned, device = tunable("gemm_rs"), simulated_hopper(monkeypatch)
     torch_config = tdkernels.GemmRsConfig(method="torch")
 
-    def is_superseded(m=512, nodes=1, dtype="bfloat16"):
-        problem = Problem("gemm_rs", "NVIDIA Testing", 4, 4 // nodes, dtype, "nk", (m, 8192, 8192))
-        assert tuned.default(problem, device).transport == "direct"
+    def is_superseded(m=512, nodes=1, ranks=4, dtype="bfloat16", layout="nk"):
+        problem = Problem("gemm_rs", "NVIDIA Testing", ranks, ranks // nodes, dtype, layout, (m, 8192, 8192))
         return tuned.is_superseded(torch_config, problem, device)
 
-    assert is_superseded() and is_superseded(1024, nodes=2) and is_superseded(1024, dtype="float8_e4m3fn")
-    assert not is_superseded(nodes=2) and not is_superseded(1000, dtype="float8_e4m3fn")
+    fp8 = {"dtype": "float8_e4m3fn", "layout": "scaled"}
+    assert is_superseded() and is_superseded(1024, nodes=2) and is_superseded(**fp8)
+    assert is_superseded(1024, ranks=2, **fp8) and not is_superseded(1000, ranks=2, **fp8)
+    assert not is_superseded(nodes=2) and not is_superseded(64, **fp8)
+
+
+def kinds_in_fp8(monkeypatch, operator, ranks, layout, n, k, rows):
+    """Return {rows: kind of the selected config}: "one_shot", "narrow", "specialized", "plain" or "torch"."""
+    device, tuned = simulated_hopper(monkeypatch), tunable(operator)
+    rates = Hardware(1.4e15, 4.5e12, 390e9, 132, measured=True)
+    monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
+
+    def kind(m):
+        problem = Problem(operator, "NVIDIA Testing", ranks, ranks, "float8_e4m3fn", layout, (m, n, k))
+        config = tuned.fallback(problem, device)
+        if config.method == "torch":
+            return "torch"
+        assert config.tiles.block_k >= 128 and config.illegal(device, problem.torch_dtype) is None
+        if "one_shot" in (config.transport, getattr(config, "exchange", None)):
+            return "one_shot"
+        if config.warp_specialize:
+            return "specialized"
+        return "narrow" if config.transport == "direct" else "plain"
+
+    return {m: kind(m) for m in rows}
+
+
+@pytest.mark.parametrize("layout, last", [("scaled fast", 384), ("scaled", 256), ("scaled by block", 256)])
+def test_ag_gemm_of_few_rows_in_fp8(layout, last, monkeypatch):
+    """With two accumulators the small-M GEMM is selected for fewer rows."""
+    rows = 8, 64, 128, 256, 384, 512, 768, 1024
+    found = kinds_in_fp8(monkeypatch, "ag_gemm", 4, layout, 28672, 4096, rows)
+    expected = {m: "one_shot" if m <= last else "specialized" for m in rows}
+    if layout == "scaled fast":
+        expected[512] = "one_shot"
+    assert found == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks, step", [(2, 2), (4, 4), (8, 8)])
+@pytest.mark.parametrize("n, k", [(57344, 8192), (106496, 16384), (229376, 8192)])
+def test_ag_gemm_of_few_rows_in_fp8_never_runs_torch(layout, ranks, step, n, k, monkeypatch):
+    """Neither if the rows of a shard are no multiple of 8, so that tiles of several shards are not possible."""
+    found = kinds_in_fp8(monkeypatch, "ag_gemm", ranks, layout, n, k, range(step, 257, step))
+    assert set(found.values()) <= {"one_shot", "specialized"}
+    assert all(kind == "one_shot" for m, kind in found.items() if m <= 64 or ranks == 2)
+
+
+@pytest.mark.parametrize("layout, expected", [
+    ("scaled fast", ["one_shot", "one_shot", "one_shot", "one_shot", "specialized", "one_shot", "specialized"]),
+    ("scaled", ["one_shot", "one_shot", "one_shot", "one_shot", "specialized", "specialized", "specialized"]),
+    ("scaled by block", ["one_shot", "one_shot", "narrow", "specialized", "specialized", "specialized", "specialized"]),
+])
+def test_gemm_rs_of_few_rows_in_fp8(layout, expected, monkeypatch):
+    rows = 64, 128, 256, 384, 512, 768, 1024
+    found = kinds_in_fp8(monkeypatch, "gemm_rs", 4, layout, 8192, 28672, rows)
+    assert list(found.values()) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks, n, one_shot", [(4, 8192, (8, 32)), (8, 8192, (8, 56)), (4, 4096, (8, 64, 128))])
+def test_gemm_ar_of_few_rows_in_fp8(layout, ranks, n, one_shot, monkeypatch):
+    """One-shot sends more bytes. Below 64 rows, which were not measured, the limit is that of 16 bits."""
+    found = kinds_in_fp8(monkeypatch, "gemm_ar", ranks, layout, n, 14336, (*one_shot, 192, 1024))
+    assert [found[m] for m in one_shot] == ["one_shot"] * len(one_shot)
+    assert found[192] == "narrow" and found[1024] in ("narrow", "specialized")
+    assert kinds_in_fp8(monkeypatch, "gemm_ar", ranks, layout, 8192, 28672, [1024]) == {1024: "specialized"}
 
 
 def test_few_rows_do_not_use_shipped_configs_of_other_shapes(monkeypatch):

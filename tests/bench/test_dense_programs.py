@@ -13,6 +13,7 @@ from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankPool
 from tdkernels.ops.common.scaling import LAYOUTS
 from tdkernels.runtime import gpu
+from tdkernels.solo import enter_solo_mode
 from tests.ops.dense.specialized_support import pretend_hopper
 
 
@@ -127,4 +128,15 @@ def test_scaled_operators_are_measured():
     for case, rows in zip(cases, tables, strict=True):
         methods = {row["method"] for row in rows}
         assert methods >= {"gemm, row-wise, fast", "torch", "bf16", "tdkernels", "one_shot 1"}, case
+        assert all(row["absent"] is None and row["ms"] > 0 for row in rows)
+
+
+def test_scaled_operators_are_measured_in_solo_mode():
+    cases = [scaled_program.Case(operator, (256, 64, 512), "scaled", 2, None, True, True, True, 1)
+             for operator in ("ag_gemm", "gemm_rs")]
+    with RankPool(1, "cpu") as pool:
+        pool.run(enter_solo_mode, 2)
+        tables = [scaled_program._rows(case, pool.run(scaled_program.measure, case, 0)[0]) for case in cases]
+    for rows, kinds in zip(tables, ({"push 1", "one_shot 1"}, {"direct 1", "forward 1"}), strict=True):
+        assert {row["method"] for row in rows} >= {"gemm", "default", "tdkernels", *kinds}
         assert all(row["absent"] is None and row["ms"] > 0 for row in rows)

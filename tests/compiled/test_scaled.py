@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 
+from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.scaling import LAYOUTS, layout_of
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
 from tests.compiled.dense import GEMM_KERNELS, ONE_SHOT_KERNELS, K, N, compile_gemm, compile_one_shot
 from tests.compiled.targets import needs_no_gpu
-from tests.support.aot import narrow
-from tests.support.subset import pairs
+from tests.support.aot import machine_code, narrow, registers
+from tests.support.subset import THOROUGH, pairs
 
 pytestmark = needs_no_gpu
 
@@ -70,6 +72,20 @@ def check_copies(ptx):
     """Check that a one-shot kernel loads tiles of 16 rows by asynchronous copies of 16 bytes."""
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)
     assert staged and all(" 0x10" in line for line in staged) and "cp.async.bulk.tensor" not in ptx
+
+
+@pytest.mark.parametrize("layout, number", [
+    (layout, number) for layout in LAYOUTS for number in range(len(small_m_gemm._WAVES_IN_FP8[layout]))
+    if THOROUGH or number < 3 and layout != "scaled fast"
+])
+def test_default_tiles_of_ag_gemm_for_few_rows(layout, number):
+    """They spill nothing, and as many programs fit on an SM as the heuristic assumes."""
+    wave = small_m_gemm._WAVES_IN_FP8[layout][number]
+    compiled = compile_scaled(ag_gemm_one_shot_kernel, "sm_90", layout, shape=(64, N, K), split=1, tiles=wave.tiles)
+    stack, _ = machine_code(compiled)
+    assert stack == 0
+    assert wave.per_sm * (compiled.metadata.shared + 1024) <= 228 << 10
+    assert wave.per_sm * wave.tiles.num_warps * 32 * registers(compiled) <= 1 << 16
 
 
 def test_one_shot_of_more_rows_uses_tma():

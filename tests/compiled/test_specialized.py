@@ -168,25 +168,31 @@ def test_ag_gemm(weights, dtype, w_is_kn, bias, variant):
     check_loops(code, PUSH, 0 if variant != "across" else 3 if weights == 1 else 10)
 
 
-@pytest.mark.parametrize("dtype, per_row, bias", [
-    (E4M3, True, False), pytest.param(E5M2, False, True, marks=thorough),
+@pytest.mark.parametrize("dtype, per_row, bias, pairs", [
+    (E4M3, True, False, False), (E4M3, True, False, True), pytest.param(E5M2, False, True, False, marks=thorough),
 ], ids=str)
-def test_gemm_rs_in_fp8(dtype, per_row, bias):
+def test_gemm_rs_in_fp8(dtype, per_row, bias, pairs):
     """Products of fp8 stay in the accumulator, without a second one."""
-    check(compile_for(*gemm_rs_launch(4, dtype, False, bias, per_row), "sm_90"), [256], 0, FP8_PRODUCT)
+    check(compile_for(*gemm_rs_launch(4, dtype, False, bias, per_row, pairs=pairs), "sm_90"), [256], 0, FP8_PRODUCT)
 
 
-@pytest.mark.parametrize("dtype, bias", [(E4M3, False), pytest.param(E5M2, True, marks=thorough)], ids=str)
-def test_ag_gemm_in_fp8(dtype, bias):
-    check(compile_for(*ag_gemm_launch(1, dtype, bias=bias), "sm_90"), [256, 128], 128, FP8_PRODUCT)
+@pytest.mark.parametrize("dtype, bias, across", [
+    (E4M3, False, False), (E4M3, False, True), pytest.param(E5M2, True, False, marks=thorough),
+    pytest.param(E5M2, True, True, marks=thorough),
+], ids=str)
+def test_ag_gemm_in_fp8(dtype, bias, across):
+    check(compile_for(*ag_gemm_launch(1, dtype, bias=bias, across=across), "sm_90"), [256, 128], 128, FP8_PRODUCT)
 
 
-@pytest.mark.parametrize("ranks, scaling, bias, w_dtype", [
-    (8, "row", False, E4M3), (2, "block", True, E5M2), pytest.param(8, "block", False, E4M3, marks=thorough),
-    pytest.param(4, "row", False, E5M2, marks=thorough),
+@pytest.mark.parametrize("ranks, scaling, bias, w_dtype, pairs", [
+    (8, "row", False, E4M3, False), (2, "block", True, E5M2, False), (8, "block", False, E4M3, True),
+    pytest.param(8, "block", False, E4M3, False, marks=thorough),
+    pytest.param(4, "row", False, E5M2, False, marks=thorough),
+    pytest.param(4, "row", False, E4M3, True, marks=thorough),
 ])
-def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype):
-    compiled = compile_for(*gemm_rs_launch(ranks, E4M3, False, bias, scaling=scaling, w_dtype=w_dtype), "sm_90")
+def test_gemm_rs_with_two_accumulators(ranks, scaling, bias, w_dtype, pairs):
+    options = {"scaling": scaling, "w_dtype": w_dtype, "pairs": pairs}
+    compiled = compile_for(*gemm_rs_launch(ranks, E4M3, False, bias, **options), "sm_90")
     code = check_promoted(compiled, 2, 80 if _IS_39 else 64)
     check_loops(code, "GMMA", 8 if scaling == "block" else 2)
 
@@ -197,12 +203,14 @@ def test_split_k_with_two_accumulators(scaling):
     check_loops(code, "GMMA", 16 if scaling == "block" else 2)
 
 
-@pytest.mark.parametrize("scaling, bias", [
-    ("block", True), pytest.param("row", False, marks=thorough), pytest.param("block", False, marks=thorough),
-    pytest.param("row", True, marks=thorough),
+@pytest.mark.parametrize("scaling, bias, across", [
+    ("block", True, False), ("block", False, True), pytest.param("row", False, False, marks=thorough),
+    pytest.param("block", False, False, marks=thorough), pytest.param("row", True, False, marks=thorough),
+    pytest.param("row", True, True, marks=thorough), pytest.param("block", True, True, marks=thorough),
 ])
-def test_ag_gemm_with_two_accumulators(scaling, bias):
-    code = check_promoted(compile_for(*ag_gemm_launch(1, E4M3, bias=bias, scaling=scaling), "sm_90"), 3, 256)
+def test_ag_gemm_with_two_accumulators(scaling, bias, across):
+    launch = ag_gemm_launch(1, E4M3, bias=bias, scaling=scaling, across=across)
+    code = check_promoted(compile_for(*launch, "sm_90"), 3, 256)
     # Triton 3.7 spills more than 3.6 here, in one of the partitions.
     check_loops(code, "GMMA", 32 if scaling == "block" else 4)
 

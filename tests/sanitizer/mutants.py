@@ -61,7 +61,7 @@ class Mutant:
 _PUT = "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)\n"
 _PUT_SCALES = (
     "        if scales is not None:\n"
-    "            _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)\n"
+    "            _push_scales(td.data_at(ctx, half, peer), chunk, scales)\n"
 )
 _NOTIFY = (
     "        word = td.signal_at(ctx, half, (me * num_chunks + chunk) * SLICES)\n"

@@ -147,12 +147,22 @@ def machine_code(compiled):
 
     It takes a quarter of the time of ``assemble``, which compiles the kernel again for its report.
     """
+    dump = _dump_of(compiled)
+    (stack,) = re.findall(r"\bSTACK:(\d+)", dump)
+    return int(stack), _instructions(dump)
+
+
+def registers(compiled):
+    """Return the number of registers of a thread of a compiled kernel."""
+    (number,) = re.findall(r"\bREG:(\d+)", _dump_of(compiled))
+    return int(number)
+
+
+def _dump_of(compiled):
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "cubin")
         cubin.write_bytes(compiled.asm["cubin"])
-        dump = _dumped(cubin)
-    (stack,) = re.findall(r"\bSTACK:(\d+)", dump)
-    return int(stack), _instructions(dump)
+        return _dumped(cubin)
 
 
 def _dumped(cubin):

@@ -20,8 +20,8 @@ def push_shard(
     the next one, so that all peers can start early. Each rank begins with rank + 1, so that no link is used twice at a
     time.
 
-    ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, their offset in a
-    slot, bytes for a chunk, bytes for the shard). None: only the shard is sent.
+    ``scales``: further data that is sent with each chunk, before its signal: (address of this rank's, offset of this
+    rank's in a half, bytes for a chunk, bytes for the shard). None: only the shard is sent.
     ``SLICES``: consecutive signals of a chunk. All of them are set when the chunk has been sent.
     """
     me = td.rank(ctx)
@@ -36,7 +36,7 @@ def push_shard(
         dst = td.data_at(ctx, half, peer) + slot + start
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
         if scales is not None:
-            _push_scales(td.data_at(ctx, half, peer) + slot, chunk, scales)
+            _push_scales(td.data_at(ctx, half, peer), chunk, scales)
         word = td.signal_at(ctx, half, (me * num_chunks + chunk) * SLICES)
         td.notify(ctx, word, peer, signal)  # waiter: the peer's tiles of this chunk
         if SLICES > 1:
@@ -50,11 +50,11 @@ def push_shard(
 
 
 @td.jit
-def _push_scales(slot_at, chunk, scales):
-    """Store the scales of a chunk in the slot at this address of a peer; ``scales`` as for ``push_shard``."""
+def _push_scales(data_at_peer, chunk, scales):
+    """Store the scales of a chunk in the half at this address of a peer; ``scales`` as for ``push_shard``."""
     src, offset, chunk_bytes, shard_bytes = scales
     start = chunk * chunk_bytes
-    td.put(slot_at + offset + start, src + start, tl.minimum(chunk_bytes, shard_bytes - start), 512)
+    td.put(data_at_peer + offset + start, src + start, tl.minimum(chunk_bytes, shard_bytes - start), 512)
 
 
 @td.jit(do_not_specialize=["plan"])

@@ -142,14 +142,20 @@ class DenseTunable(ConfigTunable):
         config = self.default_of(problem, device)
         if not is_scaled(problem) or config.tiles is None:
             return config
-        if getattr(config, "warp_specialize", False) and not self._prefers_torch_gemm(problem, device, True):
-            return replace(config, tiles=specialized_tiles(config.tiles, problem.torch_dtype))
-        return self.without_specialization(problem, device)
+        if not getattr(config, "warp_specialize", False):
+            return self._without_specialization(config, problem, device)
+        if self._prefers_torch_gemm(problem, device, True):
+            return self.without_specialization(problem, device)
+        return replace(config, tiles=specialized_tiles(config.tiles, problem.torch_dtype))
 
     def without_specialization(self, problem: "Problem", device: torch.device) -> Any:
         """Return the default config for scaled operands that the warp-specialized kernels do not support."""
-        config = self.default_of(problem, device, specializes=False)
-        if hasattr(config, "pieces") and problem.num_nodes == 1 and self._prefers_torch_gemm(problem, device, False):
+        return self._without_specialization(self.default_of(problem, device, specializes=False), problem, device)
+
+    def _without_specialization(self, config, problem, device):
+        """Return a config of ``default_of`` with tiles for scaled operands, or one of method "parts"."""
+        has_parts = hasattr(config, "pieces") and problem.num_nodes == 1 and not _for_few_rows(config, problem)
+        if has_parts and self._prefers_torch_gemm(problem, device, False):
             return self.config_class(method="parts")
         return replace(config, tiles=self.plain_tiles(config.tiles, problem, device))
 
@@ -204,7 +210,7 @@ class DenseTunable(ConfigTunable):
         With two ranks the default configs took 0.96 and 0.94 of the time of those that were selected before (128 to 768
         rows).
         """
-        if problem.num_nodes > 1 or problem.torch_dtype.itemsize != 2 or gpu.capability(device) != (9, 0):
+        if not _has_compared_defaults(problem) or gpu.capability(device) != (9, 0):
             return True
         return not _SMALLEST_ROWS < problem.shape[0] < _COMPARED_ROWS
 
@@ -300,6 +306,15 @@ def _kind(config):
     return int(getattr(config, "transport", "") == "direct")
 
 
+def _has_compared_defaults(problem):
+    """Return whether default configs for fewer than _COMPARED_ROWS rows were compared with others.
+
+    They were in 16 bits, and in fp8 with 4 and 8 ranks in solo mode, there only with other fused configs.
+    """
+    size = problem.torch_dtype.itemsize
+    return problem.num_nodes == 1 and (size == 2 or size == 1 and problem.world_size > 2)
+
+
 def _least_rows(problem):
     """Return from how many rows on a default of kind 1 or 2 is taken to be faster than torch's collective and matmul.
 
@@ -307,7 +322,7 @@ def _least_rows(problem):
     problems (in 16 bits, CUDA graphs), and solo mode says that defaults of kind 1 and 2 are faster than those. With two
     ranks and up to 512 rows the default is "one_shot" for ``gemm_rs`` and ``gemm_ar``.
     """
-    if problem.num_nodes > 1 or problem.torch_dtype.itemsize != 2:
+    if not _has_compared_defaults(problem):
         return _COMPARED_ROWS
     return _TORCH_ROWS_OF_TWO if problem.world_size == 2 else _TORCH_ROWS
 

@@ -24,7 +24,7 @@ from tdkernels.ops.common.gemm_tile import (
     scaled_by_rows,
 )
 from tdkernels.ops.common.scaling import Scales
-from tdkernels.ops.common.tile_config import LARGE, Tiles, fastest_in_waves
+from tdkernels.ops.common.tile_config import LARGE, Tiles, Wave, fastest_in_waves
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import output_spec
@@ -36,32 +36,74 @@ if TYPE_CHECKING:
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # minimum steps of block_k per program; with fewer, a program is not worth starting
-# Tiles for more than 64 rows from Hopper on, and the relative time of a wave of them. In solo mode on an H200 with 2, 4
-# and 8 ranks, the tile with the shortest time in whole waves takes 1.01 to 1.02 of the time of the fastest one
-# (geometric means of 64 to 108 cases for each operator, 128 to 1024 rows).
-_WAVES_TAKE = (
-    (Tiles(64, 64, 128, num_warps=4, num_stages=6), 0.7),
-    (Tiles(64, 128, 128, num_warps=4, num_stages=4), 1.0),
-    (Tiles(128, 64, 128, num_warps=4, num_stages=4), 1.06),
-    (Tiles(128, 128, 64, num_warps=4, num_stages=6), 1.4),
-    (LARGE, 2.4),
+# Tiles for more than 64 rows from Hopper on. In solo mode on an H200 with 2, 4 and 8 ranks, the tile with the shortest
+# time in whole waves takes 1.01 to 1.02 of the time of the fastest one (geometric means of 64 to 108 cases for each
+# operator, 128 to 1024 rows).
+_WAVES = (
+    Wave(Tiles(64, 64, 128, num_warps=4, num_stages=6), 0.7),
+    Wave(Tiles(64, 128, 128, num_warps=4, num_stages=4), 1.0),
+    Wave(Tiles(128, 64, 128, num_warps=4, num_stages=4), 1.06),
+    Wave(Tiles(128, 128, 64, num_warps=4, num_stages=6), 1.4),
+    Wave(LARGE, 2.4),
 )
 _MOST_RANKS_OF_LARGE = 2  # that exchange partial tiles: with more, these take too many registers
+# The same for fp8 operands on Hopper by layout, and more than 32 rows, if no partial tiles are exchanged. A tile on
+# each SM needs many bytes in flight to read the weight fast. With more tiles, two programs on an SM with fewer bytes
+# each are faster. ag_gemm in solo mode on an H200 with 4 and 8 ranks, 64 to 512 rows: the tile with the shortest time
+# takes 1.00 of the time of the fastest one (40 cases for each layout).
+_WAVES_IN_FP8 = {
+    "scaled fast": (
+        Wave(Tiles(64, 64, 256, num_warps=4, num_stages=6), 0.7),
+        Wave(Tiles(64, 128, 256, num_warps=4, num_stages=4), 1.0),
+        Wave(Tiles(64, 128, 128, num_warps=4, num_stages=4), 1.45, per_sm=2),
+        Wave(Tiles(128, 128, 128, num_warps=8, num_stages=5), 1.05),
+        Wave(Tiles(128, 256, 128, num_warps=8, num_stages=4), 1.85),
+    ),
+    "scaled": (
+        Wave(Tiles(64, 64, 256, num_warps=4, num_stages=6), 0.7),
+        Wave(Tiles(64, 128, 256, num_warps=8, num_stages=4), 1.0),
+        Wave(Tiles(64, 128, 128, num_warps=8, num_stages=4), 1.45, per_sm=2),
+        Wave(Tiles(128, 128, 256, num_warps=8, num_stages=3), 1.05),
+    ),
+    "scaled by block": (
+        Wave(Tiles(64, 64, 128, num_warps=4, num_stages=8), 0.8),
+        Wave(Tiles(64, 128, 128, num_warps=4, num_stages=6), 1.0),
+        Wave(Tiles(64, 128, 128, num_warps=4, num_stages=4), 1.5, per_sm=2),
+        Wave(Tiles(128, 128, 128, num_warps=8, num_stages=5), 1.8),
+    ),
+}
+# The same for more than 64 rows if partial tiles are exchanged. gemm_rs in solo mode on an H200 with 4 and 8 ranks, 128
+# to 384 rows: the tile with the shortest time takes 1.02, 1.03 and 1.00 of the time of the fastest one (23, 23 and 12
+# cases). ``per_sm`` is fitted, too: with 8 ranks some of these tiles have registers for fewer programs.
+_NARROW_IN_EXCHANGE = (
+    Wave(Tiles(64, 128, 256, num_warps=8, num_stages=4), 0.9),
+    Wave(Tiles(64, 128, 128, num_warps=8, num_stages=4), 1.0, per_sm=2, one_wave_only=True),
+)
+_WAVES_OF_EXCHANGE_IN_FP8 = {
+    "scaled fast": (*_NARROW_IN_EXCHANGE, Wave(Tiles(128, 128, 128, num_warps=8, num_stages=5), 1.3)),
+    "scaled": (*_NARROW_IN_EXCHANGE, Wave(Tiles(128, 128, 256, num_warps=8, num_stages=3), 1.3)),
+    "scaled by block": (
+        Wave(Tiles(64, 64, 128, num_warps=4, num_stages=4), 0.8, per_sm=3),
+        Wave(Tiles(64, 128, 128, num_warps=8, num_stages=4), 1.0, per_sm=2),
+    ),
+}
 
 
 def default_tiles(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, exchanging: int = 0
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, exchanging: int = 0, layout: str | None = None
 ) -> tuple[Tiles, int]:
     """Return the heuristic (tiles, split_k) for operands [rows, k] and [n, k].
 
     They give enough programs to read the weight at full speed. ``exchanging``: number of ranks that exchange partial
-    tiles, 0 if the kernel exchanges none.
+    tiles, 0 if the kernel exchanges none. ``layout``: the layout of fp8 operands, see ``scaling.layout_of``.
     """
     num_sms = gpu.num_sms(device)
     if device.type == "cpu":
         tiles = Tiles(_height(rows, 64), 64, 64, num_warps=1, num_stages=1)
     elif dtype == torch.float32:
         tiles = Tiles(_height(rows, 64), 64, 32, num_warps=4, num_stages=2)
+    elif waves := _fp8_waves(rows, device, exchanging, layout):
+        tiles = fastest_in_waves(waves, rows, n, num_sms)
     else:
         tiles = _sixteen_bit_tiles(rows, n, num_sms, device, exchanging)
     programs = max(tiles.count(rows, n), 1)
@@ -85,12 +127,18 @@ def _sixteen_bit_tiles(rows, n, num_sms, device, exchanging):
     if gpu.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
     if block_m > 64:
-        fit = [one for one in _WAVES_TAKE if one[0] != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
+        fit = [one for one in _WAVES if one.tiles != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
         tiles = fastest_in_waves(fit, rows, n, num_sms)
     else:
         wide = cdiv(n, 64) > num_sms
         tiles = Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
     return _for_exchange(tiles) if exchanging else tiles
+
+
+def _fp8_waves(rows, device, exchanging, layout):
+    """Return the tiles for fp8 operands that were measured for this number of rows. There may be none."""
+    measured, least = (_WAVES_OF_EXCHANGE_IN_FP8, 65) if exchanging else (_WAVES_IN_FP8, 33)
+    return measured.get(layout, ()) if rows >= least and gpu.capability(device) == (9, 0) else ()
 
 
 def _for_exchange(tiles):

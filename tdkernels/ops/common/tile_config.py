@@ -1,8 +1,9 @@
 """Tile of a GEMM: part of every config, and the heuristics that select it."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -156,9 +157,30 @@ LARGE = Tiles(128, 256, 64, num_warps=8, num_stages=4)
 MEDIUM = Tiles(128, 128, 64, num_warps=8, num_stages=5)
 
 
-def fastest_in_waves(tiles: Sequence[tuple[Tiles, float]], rows: int, n: int, num_sms: int) -> Tiles:
-    """Return the tile with the shortest time in whole waves. ``tiles``: with the relative time of a wave of each."""
-    return min(tiles, key=lambda one: cdiv(one[0].count(rows, n), num_sms) * one[1])[0]
+class Wave(NamedTuple):
+    """A tile, and the time of its waves.
+
+    Attributes:
+        tiles: The tile.
+        time: Relative time of a wave.
+        per_sm: Tiles on an SM in a wave.
+        one_wave_only: Whether the tile is not used for several waves.
+    """
+
+    tiles: Tiles
+    time: float
+    per_sm: int = 1
+    one_wave_only: bool = False
+
+
+def fastest_in_waves(waves: Iterable[Wave], rows: int, n: int, num_sms: int) -> Tiles:
+    """Return the tile with the shortest time in whole waves, for an output [rows, n]."""
+
+    def time(one):
+        count = cdiv(one.tiles.count(rows, n), num_sms * one.per_sm)
+        return math.inf if one.one_wave_only and count > 1 else count * one.time
+
+    return min(waves, key=time).tiles
 
 
 def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiles:

@@ -1,6 +1,6 @@
 """What the launchers of the "direct" kernels share: limits, default tile, descriptors, and the number of programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +53,26 @@ def sends_by_engine(n: int, k: int, dtype: torch.dtype, device: torch.device, wo
 def has_tiles(
     n: int, k: int, dtype: torch.dtype, device: torch.device, world_size: int, layout: str | None = None
 ) -> bool:
-    """Return whether "direct" is the default with tiles of any size, for operands in 16 bits and more than two ranks.
+    """Return whether "direct" is the default with tiles of any size, for more than two ranks.
 
     That is the case on Hopper if the warp-specialized kernel can run. ``layout``: the layout of fp8 operands.
     """
-    sends = world_size > 2 and dtype.itemsize == 2 and sends_by_engine(n, k, dtype, device, world_size)
+    sends = world_size > 2 and sends_by_engine(n, k, dtype, device, world_size)
     return sends and launch_specialized.suits(LARGE, n, k, dtype, device, layout)
+
+
+def fastest_tile(
+    microseconds: Iterable[tuple[Tiles, float, float]], count: Callable[[Tiles], int], k: int, num_sms: int
+) -> Tiles:
+    """Return the tile with the shortest time: its first number, plus the second one for each wave and 1000 columns.
+
+    Args:
+        microseconds: The tiles with these numbers, in µs.
+        count: Returns the number of tiles of a problem.
+        k: Columns of a rank's x.
+        num_sms: Tiles of a wave.
+    """
+    return min(microseconds, key=lambda one: one[1] + cdiv(count(one[0]), num_sms) * k / 1000 * one[2])[0]
 
 
 def default_tile(

@@ -107,7 +107,7 @@ _SHAPES_ACROSS = [(40, 528, 320), (144, 272, 72), (8, 16, 1096), (48, 4624, 2120
 def has_tiles_across_shards(repeats, by_turns=False):
     """``has_the_bits_of_the_plain_kernel`` for tiles with rows of several shards."""
     ranks = dist.get_world_size()
-    assert all(has_tiles_across(rows, ranks, torch.bfloat16) for rows, *_ in _SHAPES_ACROSS)
+    assert all(has_tiles_across(rows, ranks) for rows, *_ in _SHAPES_ACROSS)
     has_the_bits_of_the_plain_kernel(repeats, by_turns, _SHAPES_ACROSS)
 
 

@@ -13,10 +13,13 @@ import torch.nn.functional as F
 
 import tdkernels
 from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
-from tdkernels.ops.common.scaling import dequantize, quantize_ref
+from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.common.scaling import dequantize, layout_of, quantize_ref
+from tdkernels.ops.common.tile_config import scaled_tiles, with_wide_steps
 from tdkernels.ops.dense.ag_gemm import launch_specialized as ag_gemm_specialized
 from tdkernels.ops.dense.gemm_ar import launch_specialized as gemm_ar_specialized
 from tdkernels.ops.dense.gemm_rs import launch_specialized as gemm_rs_specialized
+from tdkernels.ops.dense.launch_direct import DIRECT_MEDIUM, DIRECT_SMALL
 from tests.ops.dense import specialized_support
 from tests.ops.dense.ag_gemm_specialized_cases import specialized as of_ag_gemm
 from tests.ops.dense.specialized_cases import specialized as of_direct
@@ -31,6 +34,10 @@ PLAIN = {
 }
 # Rows of a rank's output, n, k. The last ones have whole tiles and halves: more tiles than programs.
 SHAPES = [(384, 528, 320), (100, 272, 80), (8, 16, 16), (1024, 1040, 640), (1152, 4624, 144), (1096, 3088, 2128)]
+# On two to eight ranks, tiles have rows of several shards (ag_gemm), or their halves have those of two (gemm_rs).
+SHARED_TILES = [
+    (40, 528, 320), (144, 272, 80), (8, 16, 1104), (48, 4624, 2128), (136, 1040, 2064), (272, 784, 208), (16, 272, 144),
+]
 
 
 def operands_of(operator, rows, n, k, scaling, dtype):
@@ -89,8 +96,18 @@ def splits_tiles_along_k(operator, scaling, dtype, repeats, fast):
     tdkernels.synchronize()
 
 
+def has_shared_tiles(operator, *rest, **options):
+    """``has_the_bits_of_the_plain_kernel`` for tiles with rows of several shards, which all launches have."""
+    launcher, name = LAUNCHERS[operator], "_is_across" if operator == "ag_gemm" else "_is_in_pairs"
+    found, original = [], getattr(launcher, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, name, lambda *args: found.append(original(*args)) or found[-1])
+        has_the_bits_of_the_plain_kernel(operator, *rest, shapes=SHARED_TILES, **options)
+    assert found and all(found)
+
+
 def has_the_bits_of_the_plain_kernel(
-    operator, scaling, dtype, out_dtype, repeats, by_turns=False, fast=True, **changes
+    operator, scaling, dtype, out_dtype, repeats, by_turns=False, fast=True, shapes=SHAPES, **changes
 ):
     """Check many calls with random operands and poisoned memory, compared with the plain kernel and in fp32.
 
@@ -99,7 +116,7 @@ def has_the_bits_of_the_plain_kernel(
     ranks, me = dist.get_world_size(), dist.get_rank()
     delays, launcher = random.Random(me), LAUNCHERS[operator]
     for number in range(repeats):
-        rows, n, k = SHAPES[number % len(SHAPES)]
+        rows, n, k = shapes[number % len(shapes)]
         operands = operands_of(operator, rows, n, k, scaling, dtype)
         bias = torch.randn(n, device=device(), dtype=out_dtype) if number % 2 else None
         if bias is not None and operator != "ag_gemm":
@@ -111,11 +128,41 @@ def has_the_bits_of_the_plain_kernel(
         with pytest.MonkeyPatch.context() as patch:
             if by_turns and number % ranks == me:
                 patch.setattr(launcher, "supports", lambda *_: False)
-            first = number < len(SHAPES) and not by_turns
+            first = number < len(shapes) and not by_turns
             with CHECKS[operator]() if first else contextlib.nullcontext():
                 y = call(operator, operands, bias, replace(plain, warp_specialize=True), out_dtype, fast)
         assert torch.equal(y, call(operator, operands, bias, plain, out_dtype, fast)), (number, rows, n, k)
         is_close(operator, operands, bias, y, fast)
+    tdkernels.synchronize()
+
+
+def _configs_for_few_rows(operator, layout):
+    """Return the default configs of kernels without warp specialization for few rows."""
+    if operator == "ag_gemm":
+        return [AgGemmConfig(tiles=one.tiles, transport="one_shot") for one in small_m_gemm._WAVES_IN_FP8[layout]]
+    tiles = [one.tiles for one in small_m_gemm._WAVES_OF_EXCHANGE_IN_FP8[layout]]
+    direct = [scaled_tiles(one, layout, device()) for one in (DIRECT_SMALL, DIRECT_MEDIUM)]
+    direct = [with_wide_steps(one, layout, device()) for one in direct]
+    if operator == "gemm_rs":
+        return [
+            *[GemmRsConfig(tiles=one, transport="one_shot") for one in tiles],
+            *[GemmRsConfig(tiles=one, transport="direct") for one in direct],
+        ]
+    return [
+        *[GemmArConfig(tiles=one, exchange="one_shot") for one in tiles],
+        *[GemmArConfig(tiles=one, transport="direct") for one in direct],
+    ]
+
+
+def computes_with_configs_for_few_rows(operator, scaling, fast):
+    """Check each of these configs, and the default one, with random operands."""
+    configs = _configs_for_few_rows(operator, layout_of(scaling, fast))
+    for rows, n, k in [(16, 1040, 2560), (40, 8192, 1040), (17, 528, 4112), (72, 2048, 640)]:
+        for config in (*configs, None):
+            operands = operands_of(operator, rows, n, k, (scaling, scaling), torch.float8_e4m3fn)
+            y = call(operator, operands, None, config, fast=fast)
+            is_close(operator, operands, None, y, fast)
+            assert torch.equal(y, call(operator, operands, None, config, fast=fast)), config
     tdkernels.synchronize()
 
 

@@ -68,7 +68,8 @@ class GemmRsRun(Run):
 
     def place_of_item(self, item):
         tile, step = divmod(item, self.ranks)
-        return (tile * self.ranks + (step + 1) % self.ranks) * BLOCK_M, 0, 0
+        row = (tile * self.ranks + (step + 1) % self.ranks) * BLOCK_M
+        return row, 0, row + HALF_M
 
     def place(self, desc, plane, row):
         tile, owner = row // BLOCK_M // self.ranks, row // BLOCK_M % self.ranks
@@ -115,8 +116,10 @@ class PairsRun(GemmRsRun):
         return self.whole + (number - self.whole) // 2, number % 2
 
     def place_of_item(self, item):
-        number = item if item < self.whole else self.whole + 2 * (item - self.whole)
-        return super().place_of_item(number)
+        if item < self.whole:
+            return super().place_of_item(item)
+        number = self.whole + 2 * (item - self.whole)
+        return (*super().place_of_item(number)[:2], super().place_of_item(number + 1)[0])
 
     def place(self, desc, plane, row):
         return self._of_number(*super().place(desc, plane, row))
@@ -361,7 +364,7 @@ class AgGemmAcrossRun(AgGemmRun):
         return item, 0, 0, BLOCK_N, self.sides(item)[0] * HALF_N, len(self.sides(item)) == 2
 
     def place_of_item(self, item):
-        return 0, self.sides(item)[0] * HALF_N, 4 * item
+        return item * BLOCK_M, self.sides(item)[0] * HALF_N, 0
 
     def _count_ready(self, number, count, signal):
         self.schedule.until()

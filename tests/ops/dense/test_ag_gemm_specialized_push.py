@@ -41,8 +41,8 @@ class Push:
         self.slice_bytes = cdiv(cdiv(k, 64), self.slices) * 64 * 2
         self.slot_bytes = cdiv(rows, 8) * 8 * self.row_bytes
         per_row = self.schedule.random.choice([1, 5])
-        self.scales = (SCALES if scaled else None, cdiv(rows, 8) * 8 * self.row_bytes, per_row)
-        self.slot_bytes += cdiv(cdiv(rows, 8) * 8 * 4 * per_row, self.row_bytes) * self.row_bytes
+        scales_offset = ranks * self.slot_bytes + cdiv(rows, 8) * 8 * 4 * per_row  # after the rows and those of rank 0
+        self.scales = (SCALES if scaled else None, scales_offset, per_row)
         x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
         self.num_pushes = launch_specialized._num_pushes(x, ranks, config, self.copies_own)
         self.marks = {}  # {piece of a trace: kinds}
@@ -127,7 +127,7 @@ class Push:
 
     def _copy_scales(self, dst, src, count, warps):
         self.schedule.until()
-        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.slot_bytes - self.scales[1]
+        peer, offset = dst // STRIDE - 1, dst % STRIDE - self.scales[1]
         assert offset == src - SCALES and offset % 4 == 0
         for number in range(offset // 4, offset // 4 + count):
             self.sent_scales[peer, number] = self.sent_scales.get((peer, number), 0) + 1
@@ -171,7 +171,8 @@ CASES = [(1, 8, 2, 1), (130, 1088, 3, 1), (300, 2056, 2, 2), (520, 4096, 3, 2), 
 @pytest.mark.parametrize("rows, k, ranks, chunk_tiles", CASES)
 def test_all_parts_are_pushed_by_the_programs_that_have_started(rows, k, ranks, chunk_tiles, variant):
     for seed in range(5):
-        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, variant, scaled=not variant and seed % 2 == 0)()
+        scaled = variant != "fixed_half" and seed % 2 == 0
+        Push(seed, rows, k, ranks, chunk_tiles, 1 + 3 * seed, variant, scaled=scaled)()
 
 
 QUEUE = "        item = item_of_warps(request_by_warps(ctx, 1, WARPS))\n"
@@ -186,8 +187,8 @@ MUTANTS = {
     "a part has one row too few": ("end - row,", "end - row - 1,"),
     "the scales go with the last slice": ("slice_id == 0", "slice_id == slices - 1"),
     "the scales go with every part": ("(part == 0) & (slice_id", "(part >= 0) & (slice_id"),
-    "the last chunk has scales of rows that do not exist": ("gl.minimum(chunk_rows, rows - first)", "chunk_rows"),
-    "a row has one scale": ("gl.minimum(chunk_rows, rows - first) * per_row", "gl.minimum(chunk_rows, rows - first)"),
+    "the last chunk has scales of rows that do not exist": ("gl.minimum(chunk_rows, rows - begin)", "chunk_rows"),
+    "a row has one scale": ("gl.minimum(chunk_rows, rows - begin) * per_row", "gl.minimum(chunk_rows, rows - begin)"),
 }
 
 
@@ -199,12 +200,13 @@ OF_THE_COPY = {
         "    NOTIFY_OWN = False\n    if is_last_arriver_of_warps(flag, parts, WARPS):",
     ),
     "this rank's rows are skipped": ("0 if COPY_OWN else 1", "1"),
+    "this rank's scales are skipped": ("range(first, ranks):\n        place", "range(1, ranks):\n        place"),
 }
 
 
 @pytest.mark.parametrize("mutant", OF_THE_COPY)
 def test_errors_in_the_copy_are_found(mutant):
-    run = lambda seed, source: Push(seed, 300, 2056, 3, 2, 6, "across", source, scaled=False)  # noqa: E731
+    run = lambda seed, source: Push(seed, 300, 2056, 3, 2, 6, "across", source)  # noqa: E731
     check_found(run, Path(push.__file__).read_text(), OF_THE_COPY[mutant], seeds=20)
 
 

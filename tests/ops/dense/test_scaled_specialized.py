@@ -57,6 +57,26 @@ def test_split_k(operator, scaling, fast):
 
 
 @on_hopper
+@each_operator
+@pytest.mark.parametrize("world_size, scaling, fast, by_turns", [
+    (2, ("row", "row"), True, False), (4, ("tensor", "row"), False, False), (3, ("block", "block"), False, False),
+    (3, ("row", "tensor"), True, True), (8, ("block", "block"), False, False), (8, ("row", "row"), True, False),
+    (4, ("block", "block"), False, True),
+])
+def test_tiles_with_rows_of_several_shards(operator, world_size, scaling, fast, by_turns):
+    on_ranks(world_size, cases.has_shared_tiles, operator, scaling, E4M3, BF16, 21, by_turns=by_turns, fast=fast)
+
+
+@on_hopper
+@each_kernel
+@pytest.mark.parametrize("world_size, scaling, fast", [
+    (4, "row", True), (8, "row", False), (4, "block", False), (8, "block", False),
+])
+def test_configs_for_few_rows(operator, world_size, scaling, fast):
+    on_ranks(world_size, cases.computes_with_configs_for_few_rows, operator, scaling, fast)
+
+
+@on_hopper
 def test_larger_chunks():
     on_ranks(
         3, cases.has_the_bits_of_the_plain_kernel, "ag_gemm", ("row", "row"), E4M3, BF16, 12, chunk_tiles=2,

@@ -13,8 +13,8 @@ from tdkernels.ops.experts.grouped_gemm.specialized import scales as of_group_ge
 
 BLOCK_M, HALF_M, BLOCK_N, HALF_N = 128, 64, 256, 128
 ROWS, N, RANKS, ME = 200, 784, 3, 1  # of a shard, of the output
-OWN, DATA, WEIGHT = 1 << 40, 2 << 40, 3 << 40  # addresses of scales: of x, of the first slot, of the weight
-SLOT = 1 << 30  # bytes of a slot
+OWN, DATA, WEIGHT = 1 << 40, 2 << 40, 3 << 40  # addresses of scales: of x, of the gathered rows, of the weight
+SLOT = 1 << 30  # bytes of the scales of a shard
 STEPS = 7  # of K
 
 
@@ -100,16 +100,27 @@ def check_ag_gemm(x_step, w_step, change=("", "")):
             check_equal(found[:2], (expected, columns))
 
 
+def check_across(x_step, w_step, change=("", "")):
+    """Check the addresses of tiles with rows of several shards."""
+    scales_of_tile = function(of_ag_gemm, "scales_of_tile", change)
+    of_x = ME - RANKS, Pointer(OWN), Address(DATA), RANKS * ROWS, SLOT
+    epilogue = (None, None, N, 0, 0), (None,), of_x, Pointer(WEIGHT), STEPS, x_step, w_step
+    for row, col, which in itertools.product(range(0, RANKS * ROWS, BLOCK_M), (0, 3 * BLOCK_N, HALF_N), range(2)):
+        rows = range(row + which * HALF_M, min(row + (which + 1) * HALF_M, RANKS * ROWS))
+        found = scales_of_tile((row, col, 0), which, epilogue)
+        check_equal(found[:2], ([DATA + 4 * at * x_step for at in rows], halves(WEIGHT, col, N, w_step)))
+
+
 def check_gemm_rs(x_step, w_step, change=("", "")):
-    """Check the addresses of all tiles of x, which has the rows of all owners."""
+    """Check the addresses of all tiles of x, which has the rows of all owners, and of pairs of halves of tiles."""
     scales_of_tile = function(of_gemm_rs, "scales_of_tile", change)
     epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, x_step, w_step
     for row, col in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N)):
-        for which in range(2):
-            first = row + which * HALF_M
-            expected = [OWN + 4 * at * x_step for at in range(first, min(first + HALF_M, RANKS * ROWS))]
-            columns = halves(WEIGHT, col, N, w_step)
-            check_equal(scales_of_tile((row, col, 0), which, epilogue), (expected, columns))
+        for first, second in ((row, row + HALF_M), (row, row + ROWS)):
+            for which, begin in enumerate((first, second)):
+                expected = [OWN + 4 * at * x_step for at in range(begin, min(begin + HALF_M, RANKS * ROWS))]
+                columns = halves(WEIGHT, col, N, w_step)
+                check_equal(scales_of_tile((first, col, second), which, epilogue), (expected, columns))
 
 
 def check_group_gemm(x_step, w_step, change=("", ""), pair=False):
@@ -135,8 +146,10 @@ def check_pair(*args):
     check_group_gemm(*args, pair=True)
 
 
-CHECKS = {"ag_gemm": check_ag_gemm, "gemm_rs": check_gemm_rs, "group_gemm": check_group_gemm, "pair": check_pair}
-MODULES = {"ag_gemm": of_ag_gemm, "gemm_rs": of_gemm_rs, "group_gemm": of_group_gemm, "pair": of_group_gemm}
+CHECKS = {
+    "ag_gemm": check_ag_gemm, "across": check_across, "gemm_rs": check_gemm_rs, "group_gemm": check_group_gemm,
+    "pair": check_pair,
+}
 
 
 @pytest.mark.parametrize("operator", CHECKS)
@@ -146,11 +159,11 @@ def test_scales_of_every_tile(operator, x_step, w_step):
 
 
 MUTANTS = [
-    ("ag_gemm", ("place[0] + WHICH * HALF_M", "place[0]")), ("ag_gemm", (" + source * slot_bytes", "")),
+    ("ag_gemm", ("place[0] + WHICH * HALF_M", "place[0]")), ("ag_gemm", (" + source * scales_bytes", "")),
     ("ag_gemm", ("source == me", "source != me")), ("ag_gemm", ("place[2] // 4", "place[2]")),
     ("ag_gemm", (" + row * x_step", "")), ("ag_gemm", (" + col * w_step", "")),
     ("ag_gemm", ("weights[2] - col", "weights[2]")), ("ag_gemm", ("of_x[3] - row", "of_x[3]")),
-    ("gemm_rs", ("place[0] + WHICH * HALF_M", "place[0]")),
+    ("gemm_rs", ("place[2 * WHICH]", "place[0]")), ("across", ("source == me", "source == me + 2")),
     ("gemm_rs", ("rows - row", "rows")), ("gemm_rs", (" + row * x_step", "")), ("gemm_rs", (" + col * w_step", "")),
     ("gemm_rs", ("columns - col", "columns")), ("group_gemm", ("place[0] + WHICH * HALF_M", "place[0]")),
     ("group_gemm", ("rows - row", "rows")), ("group_gemm", ("place[1] * BLOCK_N", "place[1] * HALF_N")),
@@ -183,8 +196,9 @@ def check_blocks_of_gemm_rs(change=("", "")):
     scales_of_step = function(of_gemm_rs, "scales_of_step", change)
     epilogue = Pointer(OWN), RANKS * ROWS, Pointer(WEIGHT), N, STEPS, 0, 0
     for row, col, which in itertools.product(range(0, RANKS * ROWS, 8), range(0, N, BLOCK_N), range(2)):
-        found = scales_of_step((Number(row), col, 0), 3, which, epilogue)
-        check_step(found, OWN, row + which * HALF_M, RANKS * ROWS, WEIGHT, col, N)
+        for second in (row + HALF_M, row + ROWS):
+            found = scales_of_step((Number(row), col, Number(second)), 3, which, epilogue)
+            check_step(found, OWN, second if which else row, RANKS * ROWS, WEIGHT, col, N)
 
 
 def check_blocks_of_group_gemm(change=("", "")):
@@ -228,7 +242,8 @@ def test_block_scales_of_every_tile(operator):
 
 
 BLOCK_MUTANTS = [
-    *[(operator, ("place[0] + WHICH * HALF_M", "place[0]")) for operator in BLOCKS],
+    *[(operator, ("place[0] + WHICH * HALF_M", "place[0]")) for operator in BLOCKS if operator != "gemm_rs"],
+    ("gemm_rs", ("place[2 * WHICH]", "place[0]")),
     *[(operator, ("place[1] * BLOCK_N", "place[1] * HALF_N")) for operator in ("group_gemm",)],
     *[(operator, ("col + HALF_N < columns", "True")) for operator in list(BLOCKS)[:3]],
     ("ag_gemm", ("place[2] // 4", "place[2]")), ("gemm_rs", ("col // HALF_N", "col // HALF_M")),

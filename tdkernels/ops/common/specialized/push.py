@@ -60,16 +60,16 @@ def _copy_scales(dst, src, count, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _push_scales(ctx, half, shard, scales, chunk, WARPS: gl.constexpr):
-    """Push the scales of a chunk to all peers."""
-    rows, _, chunk_rows, _, _, _, slot_bytes = shard
+def _push_scales(ctx, half, shard, scales, chunk, first, WARPS: gl.constexpr):
+    """Push the scales of a chunk. first: as for ``_copy``"""
+    rows, _, chunk_rows, _, _, _, _ = shard
     me, ranks = rank(ctx), num_ranks(ctx)
     ptr, offset, per_row = scales
-    first = chunk * chunk_rows
-    skipped = first.to(tl.int64) * per_row * 4
-    for step in range(1, ranks):
-        place = data_at(ctx, half, (me + step) % ranks) + me.to(tl.int64) * slot_bytes + offset + skipped
-        _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - first) * per_row, WARPS)
+    begin = chunk * chunk_rows
+    skipped = begin.to(tl.int64) * per_row * 4
+    for step in range(first, ranks):
+        place = data_at(ctx, half, (me + step) % ranks) + offset + skipped
+        _copy_scales(place, ptr.to(tl.int64) + skipped, gl.minimum(chunk_rows, rows - begin) * per_row, WARPS)
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def _push_part(
     _copy(ctx, half, me.to(tl.int64) * slot_bytes + begin, x + begin, first, row_bytes, end - row, num_bytes, WARPS)
     if scales[0] is not None:
         if (part == 0) & (slice_id == 0):
-            _push_scales(ctx, half, shard, scales, chunk, WARPS)
+            _push_scales(ctx, half, shard, scales, chunk, first, WARPS)
     flag = flag_at(ctx, chunk * slices + slice_id)
     word = signal_at(ctx, half, (me * num_chunks + chunk) * slices + slice_id)
     if is_last_arriver_of_warps(flag, parts, WARPS):
@@ -143,8 +143,8 @@ def push_partition(
     x: address of the shard
     shard: (rows, bytes of a row, rows of a chunk, bytes of a slice of a row, slices of a row, number of chunks, bytes
         of a slot)
-    scales: (pointer to the scales of the shard or None, their offset in a slot, scales of a row), without COPY_OWN
-    COPY_OWN: copy the shard to this rank's slot, too
+    scales: (pointer to the scales of the shard or None, their offset in a half, scales of a row)
+    COPY_OWN: copy the shard to this rank's slot, too, and the scales to their place in this rank's half
     NOTIFY_OWN: set the signals of the copy, too
     DIVIDE_ROWS: whether rows are divided if there are fewer parts than these programs; the loop needs more registers
     first_piece: of these work items in a trace

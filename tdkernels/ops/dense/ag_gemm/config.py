@@ -38,6 +38,11 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 # are, the less it loses because it waits for all of them. H200 in solo mode, 256 to 1024 rows on 4 and 8 ranks: the
 # faster kernel of the two by this limit takes 1.01 of the time of the fastest, at most 1.07 (48 cases).
 _ONE_SHOT_MOST_ROWS, _ONE_SHOT_ROWS_AND_TILES = 1023, 1 << 15
+# The limit of rows times tiles for fp8 by layout, from _LEAST_ROWS_OF_FP8 rows on and for more than two ranks. Two
+# accumulators make the small-M GEMM slower. The kernel by these limits takes 1.00 to 1.01 of the time of the faster one
+# of the two on average, at most 1.17 (32 to 40 cases for each layout, 128 to 768 rows).
+_ONE_SHOT_ROWS_AND_TILES_OF_FP8 = {"scaled fast": 61440, "scaled": 29696, "scaled by block": 16384}
+_LEAST_ROWS_OF_FP8 = 65
 
 
 def blocks_in_memory(device: "torch.device") -> int:
@@ -124,21 +129,20 @@ def num_chunks(rows: int, config: AgGemmConfig) -> int:
     return cdiv(rows, config.chunk_tiles * config.tiles.block_m)  # type: ignore[union-attr]
 
 
-def has_tiles_across(rows: int, world_size: int, dtype: "torch.dtype") -> bool:
+def has_tiles_across(rows: int, world_size: int) -> bool:
     """Return whether tiles of the warp-specialized kernel have rows of several shards of ``rows`` rows.
 
     With tiles of one shard, the last tile row of each shard may be partly empty. With tiles of several shards, this
-    rank's rows are copied to their slot first. So they are used if there are clearly fewer of them. They need operands
-    in 16 bits, and slots without gaps.
+    rank's rows are copied to their slot first. So they are used if there are clearly fewer of them. They need slots
+    without gaps.
     """
     across, apart = cdiv(world_size * rows, LARGE.block_m), world_size * cdiv(rows, LARGE.block_m)
-    is_supported = dtype.itemsize == 2 and slot_rows_of(rows) == rows
-    return is_supported and world_size > 1 and across <= _FEWER_TILE_ROWS * apart
+    return slot_rows_of(rows) == rows and world_size > 1 and across <= _FEWER_TILE_ROWS * apart
 
 
-def num_tiles(rows: int, n: int, world_size: int, dtype: "torch.dtype") -> int:
+def num_tiles(rows: int, n: int, world_size: int) -> int:
     """Return the number of tiles of the warp-specialized kernel for ``world_size`` shards of ``rows`` rows."""
-    if has_tiles_across(rows, world_size, dtype):
+    if has_tiles_across(rows, world_size):
         return LARGE.count(world_size * rows, n)
     return world_size * LARGE.count(rows, n)
 
@@ -163,18 +167,18 @@ def default_config(
 
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    if _suits_one_shot(rows, n, dtype, device, world_size) and num_nodes == 1:
-        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
+    # If tiles have rows of several shards, few rows in a shard need no small tiles.
+    tiles = default_tiles(rows * world_size if has_tiles_across(rows, world_size) else rows, n, dtype, device)
+    specializes = num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout)
+    if num_nodes == 1 and _suits_one_shot(rows, n, dtype, device, world_size, layout if specializes else None):
+        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, layout=layout)
         num_comm = 2 if device.type == "cpu" else 24
         return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
-    tiles = default_tiles(rows, n, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
-    if has_tiles_across(rows, world_size, dtype):  # then few rows in a shard need no small tiles
-        tiles = default_tiles(rows * world_size, n, dtype, device)
     # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
     # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
-    if num_nodes == 1 and launch_specialized.suits(tiles, n, k, dtype, device, layout):
+    if specializes:
         return _specialized_for(rows, n, dtype, device, world_size)
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
@@ -186,7 +190,7 @@ def _specialized_for(rows, n, dtype, device, world_size):
     """Return the default config of the warp-specialized kernel for an output of ``world_size`` shards [rows, n]."""
     config = specialized_config(dtype, device)
     # If all tiles run at the same time, each needs the first slice of its rows at once.
-    fit = num_tiles(rows, n, world_size, dtype) <= gpu.num_sms(device)
+    fit = num_tiles(rows, n, world_size) <= gpu.num_sms(device)
     return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
 
 
@@ -206,14 +210,20 @@ def of_several_weights(x: "torch.Tensor", weights: "Sequence[torch.Tensor]", wor
     return _specialized_for(rows, n, x.dtype, x.device, world_size)
 
 
-def _suits_one_shot(rows, n, dtype, device, world_size):
-    """Return whether "one_shot" is the default on one node."""
+def _suits_one_shot(rows, n, dtype, device, world_size, layout):
+    """Return whether "one_shot" is the default on one node.
+
+    ``layout``: the layout of fp8 operands, if the warp-specialized kernel is the alternative
+    """
     total = rows * world_size
+    rows_and_tiles = total * num_tiles(rows, n, world_size)
+    if dtype.itemsize == 1 and layout is not None and world_size > 2 and total >= _LEAST_ROWS_OF_FP8:
+        return total <= _ONE_SHOT_MOST_ROWS and rows_and_tiles < _ONE_SHOT_ROWS_AND_TILES_OF_FP8[layout]
     if total <= _ONE_SHOT_ROWS[device.type]:
         return True
     if dtype.itemsize != 2 or total > _ONE_SHOT_MOST_ROWS or gpu.capability(device) != (9, 0):
         return False
-    return total * num_tiles(rows, n, world_size, dtype) < _ONE_SHOT_ROWS_AND_TILES
+    return rows_and_tiles < _ONE_SHOT_ROWS_AND_TILES
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> AgGemmConfig:

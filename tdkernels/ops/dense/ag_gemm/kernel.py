@@ -118,9 +118,9 @@ def ag_gemm_kernel(
     the last num_late of them begin in round first_late.
 
     w_ptr_2 and w_ptr_3 are further weights, [N_2, K] and [N_3, K], or None. Scaled operands have one weight. The data
-    of a half is [ranks, slot_rows, K]. The last rows of a slot hold the scales of the others, 1 or ceil(K / 128) for
-    each. With FIXED_HALF there are none, and x_scale_ptr points to the scales of the rows of all ranks instead of those
-    of this rank.
+    of a half is [ranks, slot_rows, K], followed by the scales of these rows, 1 or ceil(K / 128) for each. With
+    FIXED_HALF there are no scales in it, and x_scale_ptr points to those of the rows of all ranks instead of those of
+    this rank.
 
     FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
     later launches. num_comm may be 0, if the copy engine sends the shards.
@@ -155,10 +155,12 @@ def ag_gemm_kernel(
     row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
     scales = None
-    scales_offset = (M_shard + 7) // 8 * 8 * row_bytes  # in a slot: see slot_rows_of
+    row_scales = _scale_row_bytes(K, PRODUCT)
+    scales_offset = ranks * slot_bytes
+    scales_bytes = tl.cast(slot_rows, tl.int64) * row_scales  # of a rank
     if PRODUCT.scaling != "" and not FIXED_HALF:
-        row_scales = _scale_row_bytes(K, PRODUCT)
-        scales = x_scale_ptr.to(tl.int64), scales_offset, chunk_tiles * BLOCK_M * row_scales, M_shard * row_scales
+        own = scales_offset + me * scales_bytes
+        scales = x_scale_ptr.to(tl.int64), own, chunk_tiles * BLOCK_M * row_scales, M_shard * row_scales
 
     program = tl.program_id(0)
     if program < num_comm:
@@ -215,8 +217,8 @@ def ag_gemm_kernel(
         x_scale = None
         if PRODUCT.scaling != "":
             x_scale = _scale_of_tile(
-                ctx, x_scale_ptr, half, source * slot_bytes + scales_offset, source, row, M_shard, K, seen, FIXED_HALF,
-                PRODUCT,
+                ctx, x_scale_ptr, half, scales_offset + source * scales_bytes, source, row, M_shard, K, seen,
+                FIXED_HALF, PRODUCT,
             )
         if PRODUCT.use_tma:
             in_buffer = td.consume_token((row + source * slot_rows).to(tl.int64), seen).to(tl.int32)

@@ -242,12 +242,12 @@ def _prepare(workspace, x, weights, biases, config, segment_rows, scales=None):
     ranks, num_nodes = workspace.world_size, workspace.group.topology.num_nodes
     chunks = num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
-    # The last rows of a slot hold the scales.
-    slot_rows += slot_rows_of(cdiv(slot_rows * row_bytes(scales), k * x.element_size()))
+    slot_bytes = slot_rows * k * x.element_size()
+    # The scales of all rows follow the slots.
     plan = workspace.prepare(
-        "ag_gemm", fields, ranks * slot_rows * k * x.element_size(),
+        "ag_gemm", fields, ranks * (slot_bytes + slot_rows * row_bytes(scales)),
         ranks * chunks * launch_specialized.num_slices(k, config, num_nodes),
-        launch_specialized.num_flags(rows, k, ranks, config, num_nodes),
+        launch_specialized.num_flags(rows, k, ranks, config, num_nodes), slot_bytes=slot_bytes,
     )
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     memory = gathered, slot_rows, plan, False

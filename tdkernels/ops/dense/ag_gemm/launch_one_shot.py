@@ -77,9 +77,10 @@ def prepare(
     slot_rows = _slot_rows(x)
     count = cdiv(ranks * slot_rows, tiles.block_m) * cdiv(n, tiles.block_n)
     pushers = _num_pushers(x, config)
+    slot_bytes = slot_rows * k * x.element_size()
     plan = workspace.prepare(
-        "ag_gemm", fields, ranks * slot_rows * (k * x.element_size() + row_bytes(scales)), ranks * pushers,
-        num_flags=count,
+        "ag_gemm", fields, ranks * (slot_bytes + slot_rows * row_bytes(scales)), ranks * pushers, num_flags=count,
+        slot_bytes=slot_bytes,
     )
     first = rows_of_buffer(workspace, x)
     gathered = first, 2, ranks * slot_rows, workspace.half_bytes // x.element_size()

@@ -85,7 +85,7 @@ def whole_tiles(tiles: int, programs: int, bound_by_link: bool) -> int:
 
 def _is_across(x, world_size, segment_rows, fixed):
     """Return ``has_tiles_across`` for operands, if the kernel supports it for them."""
-    return not fixed and segment_rows == x.shape[0] and has_tiles_across(x.shape[0], world_size, x.dtype)
+    return not fixed and segment_rows == x.shape[0] and has_tiles_across(x.shape[0], world_size)
 
 
 def _grid(x, weights, world_size, num_comm, config, across):

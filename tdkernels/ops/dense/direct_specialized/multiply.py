@@ -2,14 +2,14 @@
 
 Arguments of several functions:
 
-    place     (first row in x, first column, 0)
+    place     (first row in x of the first half, first column, first row in x of the second half)
     epilogue  (scales of x, rows of x, scales of the weight, columns, steps of K, X_STEP, W_STEP)
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tdkernels.ops.common.specialized.layout import HALF_M, NO_HALVES
+from tdkernels.ops.common.specialized.layout import NO_HALVES
 from tdkernels.ops.common.specialized.multiply import multiply_partition
 from tdkernels.ops.common.specialized.output import no_epilogue, pass_halves
 from tdkernels.ops.common.specialized.vectors import (
@@ -25,7 +25,7 @@ from tdkernels.ops.common.specialized.vectors import (
 def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
     """Load the scales of the rows and columns of a tile."""
     x_ptr, rows, w_ptr, columns, _, x_step, w_step = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
+    row, col = place[2 * WHICH], place[1]
     of_rows = load_rows(x_ptr + row * x_step, rows - row, x_step)
     return of_rows, load_columns(w_ptr + col * w_step, columns - col, w_step)
 
@@ -34,7 +34,7 @@ def scales_of_tile(place, WHICH: gl.constexpr, epilogue):
 def scales_of_step(place, step, WHICH: gl.constexpr, epilogue):
     """Load the block-wise scales of a step of K of a tile."""
     x_ptr, rows, w_ptr, columns, blocks, _, _ = epilogue
-    row, col = place[0] + WHICH * HALF_M, place[1]
+    row, col = place[2 * WHICH], place[1]
     left_ptr, right_ptr = block_scale_pointers(w_ptr, col, columns, blocks)
     return load_block_scales(x_ptr + row.to(gl.int64) * blocks, rows - row, left_ptr, right_ptr, blocks, step)
 

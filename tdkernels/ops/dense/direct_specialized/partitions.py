@@ -49,7 +49,7 @@ def _place_of(
         tile, row, second, col = PLACE(tile, problem, me, RANKS)
     else:
         row, col = PLACE(tile, problem, me, RANKS)
-        second = row
+        second = row + HALF_M
     return tile, row, second, col, (first, count, split)
 
 
@@ -86,7 +86,7 @@ def load_partition(
     item = item_of_warp(request_by_warp(ctx, 0))
     tile, row, second, col, span = _place_of(item, num_items, problem, me, last_wave, RANKS, PLACE, SPLIT_K, PAIRS)
     while item < num_items:
-        begin_item(memory, bars, tile, (row, col, 0), turn, span=span if SPLIT_K else None)
+        begin_item(memory, bars, tile, (row, col, second), turn, span=span if SPLIT_K else None)
         first, count, split = span
         number = tile // 2 if PAIRS else tile
         piece = piece_of(number, split, first_piece)

@@ -7,7 +7,7 @@ from tdkernels.autotune.invariance import invariant_ranks
 from tdkernels.ops.collectives.config import saved_by_two_shots
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.specialized import launch as launch_specialized
-from tdkernels.ops.common.tile_config import LARGE, Tiles, fastest_in_waves, tiles_of_product
+from tdkernels.ops.common.tile_config import LARGE, Tiles, Wave, fastest_in_waves, tiles_of_product
 from tdkernels.ops.dense import launch_direct
 from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM, DIRECT_SMALL
 from tdkernels.runtime import gpu
@@ -19,10 +19,20 @@ if TYPE_CHECKING:
 # bytes more than "two_shot".
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_MORE_BYTES = 4 << 20
+# The same for fp8 from this many rows on, if "direct" is the alternative, see _MICROSECONDS_OF_FP8.
+_LEAST_ROWS_OF_FP8, _ONE_SHOT_MORE_BYTES_OF_FP8 = 64, 2 << 20
 # Tiles of "direct" for more than two ranks on Hopper, and the relative time of a wave of them; the largest ones are for
 # the warp-specialized kernel. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the tile with the shortest time in
 # whole waves, or "one_shot" by the limit above, takes 1.01 of the time of the fastest kernel (78 cases, at most 1.08).
-_WAVES_TAKE = (DIRECT_SMALL, 1.0), (DIRECT_MEDIUM, 1.4), (DIRECT_LARGE, 1.8)
+_WAVES = Wave(DIRECT_SMALL, 1.0), Wave(DIRECT_MEDIUM, 1.4), Wave(DIRECT_LARGE, 1.8)
+# Times of the same tiles for fp8 by layout, as for ``launch_direct.fastest_tile``. H200 in solo mode, 64 to 2048 rows
+# on 4 and 8 ranks: the tile by these numbers takes 1.00 to 1.01 of the time of the fastest of the three on average, at
+# most 1.07 (35 to 102 cases for each layout).
+_MICROSECONDS_OF_FP8 = {
+    "scaled fast": ((DIRECT_SMALL, 23, 3.0), (DIRECT_MEDIUM, 26, 4.7), (DIRECT_LARGE, 31, 5.9)),
+    "scaled": ((DIRECT_SMALL, 23, 4.2), (DIRECT_MEDIUM, 26, 5.8), (DIRECT_LARGE, 31, 6.8)),
+    "scaled by block": ((DIRECT_SMALL, 24, 4.1), (DIRECT_MEDIUM, 28, 6.4), (DIRECT_LARGE, 34, 6.3)),
+}
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,12 @@ def default_config(
 
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
-    more = saved_by_two_shots(rows * n * dtype.itemsize, world_size)
-    if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
-        tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device, world_size)
+    has_direct_tiles = launch_direct.has_tiles(n, k, dtype, device, world_size, layout)
+    if _suits_one_shot(rows, n, dtype, device, world_size, has_direct_tiles):
+        tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device, world_size, layout)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
-    if launch_direct.has_tiles(n, k, dtype, device, world_size, layout):
-        tiles = fastest_in_waves(_WAVES_TAKE, rows, n, gpu.num_sms(device))
+    if has_direct_tiles:
+        tiles = _direct_tiles(rows, n, k, layout, gpu.num_sms(device))
         return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
@@ -112,6 +122,21 @@ def default_config(
             return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
+
+
+def _suits_one_shot(rows, n, dtype, device, world_size, has_direct_tiles):
+    """Return whether "one_shot" is the default. ``has_direct_tiles``: see ``launch_direct.has_tiles``"""
+    itemsize, most = dtype.itemsize, _ONE_SHOT_MORE_BYTES
+    if dtype.itemsize == 1 and has_direct_tiles and rows >= _LEAST_ROWS_OF_FP8:
+        itemsize, most = 2, _ONE_SHOT_MORE_BYTES_OF_FP8  # the output has 16 bits
+    return rows <= _ONE_SHOT_ROWS[device.type] and saved_by_two_shots(rows * n * itemsize, world_size) <= most
+
+
+def _direct_tiles(rows, n, k, layout, num_sms):
+    """Return the default tile of "direct" if ``launch_direct.has_tiles``."""
+    if layout not in _MICROSECONDS_OF_FP8:
+        return fastest_in_waves(_WAVES, rows, n, num_sms)
+    return launch_direct.fastest_tile(_MICROSECONDS_OF_FP8[layout], lambda tiles: tiles.count(rows, n), k, num_sms)
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmArConfig:

@@ -1,5 +1,6 @@
 """Config of gemm_rs, and the heuristic that selects a config without tuning."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,25 @@ if TYPE_CHECKING:
 
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-# The same on Hopper for operands in 16 bits that TMA sends. With more rows, but fewer than _ONE_SHOT_MOST_ROWS,
+# The same on Hopper for operands that TMA sends. With more rows, but fewer than _ONE_SHOT_MOST_ROWS,
 # "direct" is only faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4
 # and 8 ranks: the kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of
 # two ranks is from real runs.
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
+# The latter for fp8 by layout. A second accumulator makes the small-M GEMM slower, but not the warp-specialized kernel.
+_ONE_SHOT_MOST_ROWS_OF_FP8 = {"scaled fast": 1024, "scaled": 385, "scaled by block": 257}
 # Time of "direct" with a tile on more than two ranks on Hopper, in µs: the first number, plus the second one for each
 # wave of tiles and 1000 columns of a rank's x. The last tile is for the warp-specialized kernel. Fitted to calls in
 # solo mode on an H200 with 64 to 1024 rows on 4 and 8 ranks (72 to 84 cases each). With 257 to 2560 rows the default
 # takes 1.01 of the time of the fastest kernel on average, at most 1.26 (124 cases). It is not used for more rows.
 _MICROSECONDS = (DIRECT_SMALL, 19, 3.8), (DIRECT_MEDIUM, 26, 5.6), (DIRECT_LARGE, 29, 7.6)
+# The same for fp8 by layout. With 256 to 2560 rows the tile by these numbers takes 1.00 to 1.01 of the time of the
+# fastest of the three on average, at most 1.14 (56 to 120 cases for each layout).
+_MICROSECONDS_OF_FP8 = {
+    "scaled fast": ((DIRECT_SMALL, 20, 2.3), (DIRECT_MEDIUM, 28, 3.2), (DIRECT_LARGE, 29, 5.0)),
+    "scaled": ((DIRECT_SMALL, 21, 3.1), (DIRECT_MEDIUM, 29, 3.8), (DIRECT_LARGE, 30, 5.4)),
+    "scaled by block": ((DIRECT_SMALL, 20, 3.5), (DIRECT_MEDIUM, 29, 5.1), (DIRECT_LARGE, 30, 6.4)),
+}
 _MOST_ROWS_OF_MICROSECONDS = 2560
 
 
@@ -106,11 +116,13 @@ def default_config(
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
     has_direct_tiles = launch_direct.has_tiles(n, k, dtype, device, world_size, layout)
-    if _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles):
-        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size)
+    if _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles, layout):
+        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size, layout)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     if has_direct_tiles and rows * world_size <= _MOST_ROWS_OF_MICROSECONDS:
-        tiles = _fastest_tile(rows, n, k, dtype, world_size, gpu.num_sms(device))
+        microseconds = _MICROSECONDS_OF_FP8.get(layout or "", _MICROSECONDS)
+        count = functools.partial(_num_tiles, rows, n, world_size)
+        tiles = launch_direct.fastest_tile(microseconds, count, k, gpu.num_sms(device))
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
@@ -123,25 +135,25 @@ def default_config(
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles):
+def _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles, layout):
     """Return whether "one_shot" is the default. ``has_direct_tiles``: see ``launch_direct.has_tiles``"""
     total = rows * world_size
     if world_size == 2 and dtype.itemsize == 2 and gpu.capability(device) >= (9, 0):
         return total <= _ONE_SHOT_ROWS_OF_TWO
     if not has_direct_tiles:
         return total <= _ONE_SHOT_ROWS[device.type]
-    if total <= _ONE_SHOT_ROWS_OF_HOPPER:
-        return True
     is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
-    return total < _ONE_SHOT_MOST_ROWS and not is_full
+    if total <= _ONE_SHOT_ROWS_OF_HOPPER and layout != "scaled by block":
+        return True
+    return total < _ONE_SHOT_MOST_ROWS_OF_FP8.get(layout, _ONE_SHOT_MOST_ROWS) and not is_full
 
 
-def has_pairs(rows: int, world_size: int, dtype: "torch.dtype") -> bool:
+def has_pairs(rows: int, world_size: int) -> bool:
     """Return whether the halves of a tile of the warp-specialized kernel may have rows of two shards of ``rows`` rows.
 
     These are the rows of the last tile row of each shard, if they fit in half of a tile.
     """
-    return dtype.itemsize == 2 and world_size > 1 and 0 < rows % LARGE.block_m <= LARGE.block_m // 2
+    return world_size > 1 and 0 < rows % LARGE.block_m <= LARGE.block_m // 2
 
 
 def num_tiles_in_pairs(rows: int, n: int, world_size: int) -> int:
@@ -149,15 +161,11 @@ def num_tiles_in_pairs(rows: int, n: int, world_size: int) -> int:
     return world_size * LARGE.count(rows, n) - world_size // 2 * cdiv(n, LARGE.block_n)
 
 
-def _fastest_tile(rows, n, k, dtype, world_size, num_sms):
-    """Return the tile of _MICROSECONDS with the shortest time."""
-
-    def microseconds(tiles, base, each):
-        in_pairs = tiles == DIRECT_LARGE and has_pairs(rows, world_size, dtype)
-        count = num_tiles_in_pairs(rows, n, world_size) if in_pairs else world_size * tiles.count(rows, n)
-        return base + cdiv(count, num_sms) * k / 1000 * each
-
-    return min(_MICROSECONDS, key=lambda one: microseconds(*one))[0]
+def _num_tiles(rows, n, world_size, tiles):
+    """Return the number of tiles of "direct"; those of DIRECT_LARGE are for the warp-specialized kernel."""
+    if tiles == DIRECT_LARGE and has_pairs(rows, world_size):
+        return num_tiles_in_pairs(rows, n, world_size)
+    return world_size * tiles.count(rows, n)
 
 
 def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmRsConfig:

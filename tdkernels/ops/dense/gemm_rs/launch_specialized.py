@@ -41,7 +41,7 @@ def _is_in_pairs(x, n, world_size, tiles):
     This is the case if it is possible, and takes no longer by the model than splitting tiles of one rank along K.
     """
     rows = x.shape[0] // world_size
-    if not has_pairs(rows, world_size, x.dtype):
+    if not has_pairs(rows, world_size):
         return False
     in_pairs = launch_split_k.takes(x, num_tiles_in_pairs(rows, n, world_size), may_split=False)
     return in_pairs <= launch_split_k.takes(x, world_size * tiles.count(rows, n), may_split=True)

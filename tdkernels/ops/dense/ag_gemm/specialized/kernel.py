@@ -59,11 +59,11 @@ def _tile_columns(N, N_2, N_3):
 
 
 @gluon.jit
-def _slots_of(x_desc, rows, K, slot_rows):
-    """Return (bytes of a row, bytes of a slot, offset of the scales in it, see ``slot_rows_of``)."""
+def _sizes_of(x_desc, K, slot_rows, scales_of_row):
+    """Return (bytes of a row, of a slot, of the scales of a slot)."""
     row_bytes = K * (x_desc.dtype.primitive_bitwidth // 8)
-    wide = row_bytes.to(gl.int64)
-    return row_bytes, slot_rows * wide, (rows + 7) // 8 * 8 * wide
+    wide = slot_rows.to(gl.int64)
+    return row_bytes, wide * row_bytes, wide * scales_of_row * 4
 
 
 @gluon_jit(do_not_specialize=[
@@ -93,7 +93,7 @@ def ag_gemm_specialized_kernel(
     X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
     PROMOTE: see ``multiply_partition``
     ACROSS: tiles have rows of several shards, also of this rank's, which it copies to its slot. Slots have M_shard rows
-        then, and outputs one segment. There are no scales and no FIXED_HALF.
+        then, and outputs one segment. There is no FIXED_HALF.
     """
     me, ranks = rank(ctx), num_ranks(ctx)
     half, signal = _begin_call(ctx, plan, me, FIXED_HALF)
@@ -106,7 +106,9 @@ def ag_gemm_specialized_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[2]
     steps = (K + BLOCK_K - 1) // BLOCK_K
     slices = (steps + slice_steps - 1) // slice_steps
-    row_bytes, slot_bytes, scales_offset = _slots_of(x_desc, M_shard, K, slot_rows)
+    scales_of_row = steps if SCALING == "block" else 1
+    row_bytes, slot_bytes, scales_bytes = _sizes_of(x_desc, K, slot_rows, scales_of_row)
+    scales_offset = ranks * slot_bytes
     chunk_rows = gl.minimum(chunk_tiles * BLOCK_M, M_shard)
     shard = M_shard, row_bytes, chunk_rows, slice_steps * STEP_BYTES, slices, num_chunks, slot_bytes
     order = me, ranks, tiles_m, tiles_n, group_m, chunk_tiles, num_whole
@@ -119,9 +121,12 @@ def ag_gemm_specialized_kernel(
     operands = x_desc, gathered_desc, (w_desc, w_desc_2, w_desc_3)
     y_descs = y_desc, y_desc_2, y_desc_3
     HAS_BIAS: gl.constexpr = bias_ptr is not None
-    of_x = me, x_scale_ptr, data_at(ctx, half, me) + scales_offset, M_shard, slot_bytes
+    gathered_scales = data_at(ctx, half, me) + scales_offset
+    of_x = me, x_scale_ptr, gathered_scales, M_shard, scales_bytes
+    if ACROSS:
+        of_x = me - ranks, x_scale_ptr, gathered_scales, ranks * M_shard, scales_bytes
     epilogue = weights, (bias_ptr, bias_ptr_2, bias_ptr_3), of_x, w_scale_ptr, steps, X_STEP, W_STEP
-    scales = x_scale_ptr, scales_offset, steps if SCALING == "block" else 1
+    scales = x_scale_ptr, scales_offset + me * scales_bytes, scales_of_row
     gl.warp_specialize(
         [
             (multiply_tiles, (memory, bars, steps, epilogue, 0, W_IS_KN, HAS_BIAS, SCALING, PROMOTE)),

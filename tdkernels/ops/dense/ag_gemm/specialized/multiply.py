@@ -2,11 +2,14 @@
 
 Arguments of several functions:
 
-    place     (first row in the shard, first column, 4 * shard + weight)
+    place     (first row in the shard, first column, 4 * shard + weight); if tiles have rows of several shards, these
+              are one shard, number 0
     epilogue  (weights, pointers to the biases, of_x, scales of the weight, steps of K, X_STEP, W_STEP); with scales
               there is one weight
     weights   as in ``partitions``
-    of_x      (rank, scales of its rows, address of those in the first slot, rows of a shard, bytes of a slot)
+    of_x      (rank, scales of its rows, address of the gathered scales, rows of a shard, bytes of its scales). If tiles
+              have rows of several shards, the rank is negative, so that all scales are gathered ones, and the rows are
+              those of all shards
 """
 
 from triton.experimental import gluon
@@ -43,8 +46,8 @@ def add_bias(half, place, WHICH: gl.constexpr, side: gl.constexpr, prepared):
 @gluon.jit
 def _scales_of_shard(source, of_x):
     """Return the pointer to the scales of the rows of a shard."""
-    me, own_ptr, arrived, _, slot_bytes = of_x
-    address = gl.where(source == me, own_ptr.to(gl.int64), arrived + source * slot_bytes)
+    me, own_ptr, gathered, _, scales_bytes = of_x
+    address = gl.where(source == me, own_ptr.to(gl.int64), gathered + source * scales_bytes)
     return pointer_to(address, gl.float32)
 
 

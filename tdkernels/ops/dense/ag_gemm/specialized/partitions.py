@@ -167,13 +167,15 @@ def load_partition(
                 mark_by_warps(trace, "waits", 1, peer)
                 _await_slice(ctx, first_ptr, 0, signal, source, ready, slices, across, ACROSS)
             mark_by_warps(trace, "multiplies", 1, peer)
-        begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), (row, col, 4 * source + which), turn)
         if not ACROSS:
+            tile = row, col, 4 * source + which
             descs = selected(x_desc, gathered_desc, is_own), of_weight(which, w_descs)
             plane, row = gl.where(is_own, 0, half), gl.where(is_own, row, source * slot_rows + row)
         else:
-            descs = gathered_desc, of_weight(which, w_descs)
             plane, row = half, source * BLOCK_M
+            tile = row, col, which
+            descs = gathered_desc, of_weight(which, w_descs)
+        begin_item(memory, bars, 2 * item + gl.where(is_whole, 0, 1), tile, turn)
         block = plane, row, col, col + HALF_N, 0
         for slice_id in range(slices - 1):
             _await_slice(ctx, first_ptr, slice_id, signal, source, ready, slices, across, ACROSS)

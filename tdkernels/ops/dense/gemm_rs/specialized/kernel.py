@@ -62,7 +62,7 @@ def gemm_rs_specialized_kernel(
     X_STEP, W_STEP: for "row": 1 if each row of x or of the weight has a scale, 0 if all of it has one
     PROMOTE: see ``multiply_partition``
     PAIRS: the last tile row of each shard has at most HALF_M rows, and two of them are one work item, see
-        ``place_of_pair``. There are no scales and no split-K then.
+        ``place_of_pair``. There is no split-K then.
     """
     N = N // 16 * 16  # so that the compiler knows it
     me = rank(ctx)
