@@ -119,6 +119,19 @@ def test_few_rows_keep_measurements_of_torch_unless_their_defaults_were_compared
     assert not is_superseded(nodes=2) and not is_superseded(64, **fp8)
 
 
+@pytest.mark.parametrize("dtype, layout", [("bfloat16", "nk"), ("float8_e4m3fn", "scaled")])
+def test_gemm_ar_of_33_to_63_rows_never_runs_torch(dtype, layout, monkeypatch):
+    """For wide outputs one-shot would send too many bytes."""
+    device, tuned = simulated_hopper(monkeypatch), tunable("gemm_ar")
+    rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
+    monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
+    for n in (8192, 16384):
+        found = [tuned.fallback(Problem("gemm_ar", "NVIDIA Testing", 8, 8, dtype, layout, (m, n, 28672)), device)
+                 for m in (33, 48, 63)]
+        assert all(config.method == "fused" for config in found)
+        assert found[-1].transport == "direct" or n == 8192
+
+
 def kinds_in_fp8(monkeypatch, operator, ranks, layout, n, k, rows):
     """Return {rows: kind of the selected config}: "one_shot", "narrow", "specialized", "plain" or "torch"."""
     device, tuned = simulated_hopper(monkeypatch), tunable(operator)
