@@ -213,11 +213,11 @@ def of_several_weights(x: "torch.Tensor", weights: "Sequence[torch.Tensor]", wor
 def _suits_one_shot(rows, n, dtype, device, world_size, layout):
     """Return whether "one_shot" is the default on one node.
 
-    ``layout``: the layout of fp8 operands, if the warp-specialized kernel is the alternative
+    ``layout``: the layout of the problem if the warp-specialized kernel is the alternative, otherwise None
     """
     total = rows * world_size
     rows_and_tiles = total * num_tiles(rows, n, world_size)
-    if dtype.itemsize == 1 and layout is not None and world_size > 2 and total >= _LEAST_ROWS_OF_FP8:
+    if layout in _ONE_SHOT_ROWS_AND_TILES_OF_FP8 and world_size > 2 and total >= _LEAST_ROWS_OF_FP8:
         return total <= _ONE_SHOT_MOST_ROWS and rows_and_tiles < _ONE_SHOT_ROWS_AND_TILES_OF_FP8[layout]
     if total <= _ONE_SHOT_ROWS[device.type]:
         return True

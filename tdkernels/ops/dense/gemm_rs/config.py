@@ -1,6 +1,5 @@
 """Config of gemm_rs, and the heuristic that selects a config without tuning."""
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 # Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-# The same on Hopper for operands that TMA sends. With more rows, but fewer than _ONE_SHOT_MOST_ROWS,
-# "direct" is only faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4
-# and 8 ranks: the kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of
-# two ranks is from real runs.
+# The same on Hopper for operands that TMA sends. With more rows, but fewer than _ONE_SHOT_MOST_ROWS, "direct" is only
+# faster if its tiles, which have rows of one rank, are full. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the
+# kernel by these limits takes 1.02 of the time of the fastest one on average (82 cases). The limit of two ranks is from
+# real runs.
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
 # The latter for fp8 by layout. A second accumulator makes the small-M GEMM slower, but not the warp-specialized kernel.
 _ONE_SHOT_MOST_ROWS_OF_FP8 = {"scaled fast": 1024, "scaled": 385, "scaled by block": 257}
@@ -120,9 +119,7 @@ def default_config(
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size, layout)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     if has_direct_tiles and rows * world_size <= _MOST_ROWS_OF_MICROSECONDS:
-        microseconds = _MICROSECONDS_OF_FP8.get(layout or "", _MICROSECONDS)
-        count = functools.partial(_num_tiles, rows, n, world_size)
-        tiles = launch_direct.fastest_tile(microseconds, count, k, gpu.num_sms(device))
+        tiles = _direct_tiles(rows, n, k, world_size, layout, gpu.num_sms(device))
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     # Faster than "forward" in all 8 large shapes measured on 2 H100, and on 4 and 8 ranks in solo mode. For up to two
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
@@ -142,9 +139,10 @@ def _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles, layout):
         return total <= _ONE_SHOT_ROWS_OF_TWO
     if not has_direct_tiles:
         return total <= _ONE_SHOT_ROWS[device.type]
-    is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
+    # With block-wise scales "direct" is faster with full tiles for fewer rows, too.
     if total <= _ONE_SHOT_ROWS_OF_HOPPER and layout != "scaled by block":
         return True
+    is_full = rows % LARGE.block_m == 0 or rows == DIRECT_SMALL.block_m
     return total < _ONE_SHOT_MOST_ROWS_OF_FP8.get(layout, _ONE_SHOT_MOST_ROWS) and not is_full
 
 
@@ -159,6 +157,12 @@ def has_pairs(rows: int, world_size: int) -> bool:
 def num_tiles_in_pairs(rows: int, n: int, world_size: int) -> int:
     """Return the number of tiles of the warp-specialized kernel if ``has_pairs``."""
     return world_size * LARGE.count(rows, n) - world_size // 2 * cdiv(n, LARGE.block_n)
+
+
+def _direct_tiles(rows, n, k, world_size, layout, num_sms):
+    """Return the default tile of "direct" for few rows if ``launch_direct.has_tiles``."""
+    count = lambda tiles: _num_tiles(rows, n, world_size, tiles)  # noqa: E731
+    return launch_direct.fastest_tile(_MICROSECONDS_OF_FP8.get(layout, _MICROSECONDS), count, k, num_sms)
 
 
 def _num_tiles(rows, n, world_size, tiles):
