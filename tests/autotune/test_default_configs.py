@@ -115,7 +115,8 @@ def test_few_rows_keep_measurements_of_torch_unless_their_defaults_were_compared
 
     fp8 = {"dtype": "float8_e4m3fn", "layout": "scaled"}
     assert is_superseded() and is_superseded(1024, nodes=2) and is_superseded(**fp8)
-    assert is_superseded(1024, ranks=2, **fp8) and not is_superseded(1000, ranks=2, **fp8)
+    by_block = {**fp8, "layout": "scaled by block"}
+    assert is_superseded(448, ranks=2, **by_block) and not is_superseded(400, ranks=2, **by_block)
     assert not is_superseded(nodes=2) and not is_superseded(64, **fp8)
 
 
@@ -135,6 +136,7 @@ def test_gemm_ar_of_33_to_63_rows_never_runs_torch(dtype, layout, monkeypatch):
 def kinds_in_fp8(monkeypatch, operator, ranks, layout, n, k, rows):
     """Return {rows: kind of the selected config}: "one_shot", "narrow", "specialized", "plain" or "torch"."""
     device, tuned = simulated_hopper(monkeypatch), tunable(operator)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     rates = Hardware(1.4e15, 4.5e12, 390e9, 132, measured=True)
     monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
 
@@ -165,13 +167,37 @@ def test_ag_gemm_of_few_rows_in_fp8(layout, last, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks, step", [(2, 2), (4, 4), (8, 8)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("n, k", [(57344, 8192), (106496, 16384), (229376, 8192)])
-def test_ag_gemm_of_few_rows_in_fp8_never_runs_torch(layout, ranks, step, n, k, monkeypatch):
+def test_ag_gemm_of_few_rows_in_fp8_never_runs_torch_for_more_than_two_ranks(layout, ranks, n, k, monkeypatch):
     """Neither if the rows of a shard are no multiple of 8, so that tiles of several shards are not possible."""
-    found = kinds_in_fp8(monkeypatch, "ag_gemm", ranks, layout, n, k, range(step, 257, step))
-    assert set(found.values()) <= {"one_shot", "specialized"}
-    assert all(kind == "one_shot" for m, kind in found.items() if m <= 64 or ranks == 2)
+    found = kinds_in_fp8(monkeypatch, "ag_gemm", ranks, layout, n, k, range(ranks, 257, ranks))
+    assert set(found.values()) <= {"one_shot", "specialized", *["torch"] * (ranks == 2)}
+    assert all(kind == "one_shot" for m, kind in found.items() if m <= 64)
+
+
+@pytest.mark.parametrize("operator, layout, last", [
+    ("ag_gemm", "scaled fast", 512), ("ag_gemm", "scaled", 384), ("ag_gemm", "scaled by block", 256),
+    ("gemm_rs", "scaled fast", 640), ("gemm_rs", "scaled", 512), ("gemm_rs", "scaled by block", 192),
+    ("gemm_ar", "scaled fast", 512), ("gemm_ar", "scaled", 512), ("gemm_ar", "scaled by block", 192),
+])
+def test_few_rows_in_fp8_on_two_ranks(operator, layout, last, monkeypatch):
+    """With more rows than the small-M GEMM is fast for, torch's GEMM is, too, up to 400."""
+    rows = 8, 64, 128, 192, 256, 384, 400, 402, 512, 640, 768, 1024
+    n, k = (10240, 8192) if operator == "ag_gemm" else (8192, 28672)
+    found = kinds_in_fp8(monkeypatch, operator, 2, layout, n, k, rows)
+    assert found == {m: "one_shot" if m <= last else "torch" if m <= 400 else "specialized" for m in rows}
+
+
+def test_torch_is_not_selected_if_it_dequantizes(monkeypatch):
+    """It has no block-wise scales if K of a rank is not a multiple of 512, and none for N not a multiple of 16."""
+    for n, k, expected in ((8192, 28672, "torch"), (8192, 28416, "specialized")):
+        assert kinds_in_fp8(monkeypatch, "gemm_rs", 2, "scaled by block", n, k, [256]) == {256: expected}
+    for layout in LAYOUTS:
+        assert kinds_in_fp8(monkeypatch, "gemm_rs", 2, layout, 8200, 8192, [768])[768] in ("narrow", "plain")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    problem = Problem("gemm_rs", "NVIDIA Testing", 2, 2, "float8_e4m3fn", "scaled by block", (256, 8192, 28672))
+    assert tunable("gemm_rs").fallback(problem, torch.device("cuda", 0)).warp_specialize
 
 
 @pytest.mark.parametrize("layout, expected", [

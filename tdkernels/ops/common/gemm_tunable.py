@@ -22,6 +22,7 @@ from tdkernels.ops.common.scaled_problem import (
     prefers_torch_gemm,
     quantized_operands,
     scales_of,
+    torch_dequantizes,
     why_not_scaled,
 )
 from tdkernels.ops.common.scaling import FP8, LAYOUTS, Scales, dequantize, is_fp8, layout_of, scaled_linear
@@ -51,7 +52,7 @@ _LEAST_BUSY = 0.8
 _FEW_ROWS = 128
 _COMPARED_ROWS = 1024  # see ``_kind``
 _SMALLEST_ROWS = 64  # up to which a GEMM only takes as long as reading the weight
-_TORCH_ROWS, _TORCH_ROWS_OF_TWO = 33, 513  # see ``_least_rows``
+_TORCH_ROWS, _TORCH_ROWS_OF_TWO, _TORCH_ROWS_OF_TWO_IN_FP8 = 33, 513, 401  # see ``_least_rows``
 
 
 class DenseTunable(ConfigTunable):
@@ -220,8 +221,10 @@ class DenseTunable(ConfigTunable):
 
     def fallback(self, problem: "Problem", device: torch.device) -> Any:
         default, dtype = self.default(problem, device), problem.torch_dtype
+        _, n, k = self.operand_sizes(problem)
         is_fast = _kind(default) > 0 and problem.shape[0] >= _least_rows(problem)
-        if device.type == "cuda" and not _for_few_rows(default, problem) and not is_fast:
+        is_slow = device.type == "cpu" or torch_dequantizes(problem, n, k, device)
+        if not is_slow and not _for_few_rows(default, problem) and not is_fast:
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
         return default
@@ -309,10 +312,9 @@ def _kind(config):
 def _has_compared_defaults(problem):
     """Return whether default configs for fewer than _COMPARED_ROWS rows were compared with others.
 
-    They were in 16 bits, and in fp8 with 4 and 8 ranks in solo mode, there only with other fused configs.
+    They were in 16 bits, and in fp8 with 2, 4 and 8 ranks in solo mode, there only with other fused configs.
     """
-    size = problem.torch_dtype.itemsize
-    return problem.num_nodes == 1 and (size == 2 or size == 1 and problem.world_size > 2)
+    return problem.num_nodes == 1 and problem.torch_dtype.itemsize <= 2
 
 
 def _least_rows(problem):
@@ -322,10 +324,16 @@ def _least_rows(problem):
     problems (in 16 bits, CUDA graphs), and solo mode says that defaults of kind 1 and 2 are faster than those. With 64
     rows "direct" of ``gemm_ar`` took 0.73 to 0.84 of the time of torch's on 8 H200 (three sizes), and with 33 rows it
     has as many tiles. With two ranks and up to 512 rows the default is "one_shot" for ``gemm_rs`` and ``gemm_ar``.
+
+    In fp8 with two ranks, the GEMM alone, measured with torch, plus the time of NCCL's collective on 2 H200 is 0.98 to
+    1.3 times the time of the default in solo mode with 448 to 640 rows (geometric means for each operator and kind of
+    scales), and 0.8 to 1.3 times with 320 and 384 rows.
     """
     if not _has_compared_defaults(problem):
         return _COMPARED_ROWS
-    return _TORCH_ROWS_OF_TWO if problem.world_size == 2 else _TORCH_ROWS
+    if problem.world_size != 2:
+        return _TORCH_ROWS
+    return _TORCH_ROWS_OF_TWO if problem.torch_dtype.itemsize == 2 else _TORCH_ROWS_OF_TWO_IN_FP8
 
 
 def _for_few_rows(config, problem):

@@ -75,6 +75,16 @@ def prefers_torch_gemm(
     return multiplies_blocks(m // problem.world_size, k, device) if has_blocks(problem) else True
 
 
+def torch_dequantizes(problem: "Problem", n: int, k: int, device: torch.device) -> bool:
+    """Return whether method "torch" dequantizes operands with ``n`` and ``k`` of a rank, see ``scaled_linear``.
+
+    The format of the weight, which can be a reason too, is not a part of a problem.
+    """
+    if not is_scaled(problem):
+        return False
+    return n % CODE_MULTIPLE != 0 or has_blocks(problem) and not multiplies_blocks(problem.shape[0], k, device)
+
+
 def scales_of(problem: "Problem", scale_x: torch.Tensor, scale_w: torch.Tensor) -> Scales:
     """Return the Scales of the operands of a problem."""
     kind = "block" if has_blocks(problem) else "row"

@@ -157,7 +157,7 @@ def _configs_for_few_rows(operator, layout):
 def computes_with_configs_for_few_rows(operator, scaling, fast):
     """Check each of these configs, and the default one, with random operands."""
     configs = _configs_for_few_rows(operator, layout_of(scaling, fast))
-    for rows, n, k in [(16, 1040, 2560), (40, 8192, 1040), (17, 528, 4112), (72, 2048, 640)]:
+    for rows, n, k in [(16, 1040, 2560), (40, 8192, 1040), (17, 528, 4112), (72, 2048, 640), (224, 1040, 1040)]:
         for config in (*configs, None):
             operands = operands_of(operator, rows, n, k, (scaling, scaling), torch.float8_e4m3fn)
             y = call(operator, operands, None, config, fast=fast)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tdkernels.ops.common.scaling import LAYOUTS
 from tdkernels.ops.common.tile_config import LARGE, SPECIALIZED_TILE
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm.launch_specialized import whole_tiles
@@ -78,5 +79,11 @@ def test_default_config_on_hopper(monkeypatch, world_size, n, dtype, num_comm):
     assert config.chunk_tiles == 4 and ag_gemm_config.default_config(
         512, 4608, 4096, torch.bfloat16, device, 4
     ).chunk_tiles == 2
+    of_fp8 = [
+        ag_gemm_config.default_config(512, 1536, 4096, torch.float8_e4m3fn, device, 4, layout=layout)
+        for layout in LAYOUTS
+    ]
+    chunk_tiles = {layout: one.chunk_tiles for layout, one in zip(LAYOUTS, of_fp8, strict=True)}
+    assert chunk_tiles == {"scaled": 4, "scaled fast": 4, "scaled by block": 2}
     several_nodes = ag_gemm_config.default_config(8192 // world_size, n, 4096, dtype, device, world_size, num_nodes=2)
     assert not several_nodes.warp_specialize

@@ -70,7 +70,8 @@ def test_tiles_with_rows_of_several_shards(operator, world_size, scaling, fast, 
 @on_hopper
 @each_kernel
 @pytest.mark.parametrize("world_size, scaling, fast", [
-    (4, "row", True), (8, "row", False), (4, "block", False), (8, "block", False),
+    (2, "row", True), (2, "row", False), (2, "block", False), (4, "row", True), (8, "row", False), (4, "block", False),
+    (8, "block", False),
 ])
 def test_configs_for_few_rows(operator, world_size, scaling, fast):
     on_ranks(world_size, cases.computes_with_configs_for_few_rows, operator, scaling, fast)

@@ -38,9 +38,10 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 # are, the less it loses because it waits for all of them. H200 in solo mode, 256 to 1024 rows on 4 and 8 ranks: the
 # faster kernel of the two by this limit takes 1.01 of the time of the fastest, at most 1.07 (48 cases).
 _ONE_SHOT_MOST_ROWS, _ONE_SHOT_ROWS_AND_TILES = 1023, 1 << 15
-# The limit of rows times tiles for fp8 by layout, from _LEAST_ROWS_OF_FP8 rows on and for more than two ranks. Two
-# accumulators make the small-M GEMM slower. The kernel by these limits takes 1.00 to 1.01 of the time of the faster one
-# of the two on average, at most 1.17 (32 to 40 cases for each layout, 128 to 768 rows).
+# The limit of rows times tiles for fp8 by layout, from _LEAST_ROWS_OF_FP8 rows on. Two accumulators make the small-M
+# GEMM slower. The kernel by these limits takes 1.00 to 1.01 of the time of the faster one of the two on average, at
+# most 1.17 (32 to 40 cases for each layout, 128 to 768 rows). On two ranks the default takes 1.01, 1.01 and 1.04 of
+# the time of the fastest config measured, at most 1.29 (48 cases for each, 96 to 1008 rows).
 _ONE_SHOT_ROWS_AND_TILES_OF_FP8 = {"scaled fast": 61440, "scaled": 29696, "scaled by block": 16384}
 _LEAST_ROWS_OF_FP8 = 65
 
@@ -179,19 +180,23 @@ def default_config(
     # Also for few tiles, which it divides: with 24 to 48 of them it takes 0.63 to 0.78 of the time of the other kernel
     # with tiles of 128 x 128 (solo mode with 4 and 8 ranks, an H200, four shapes).
     if specializes:
-        return _specialized_for(rows, n, dtype, device, world_size)
+        return _specialized_for(rows, n, dtype, device, world_size, layout)
     tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=num_pushing(world_size))
 
 
-def _specialized_for(rows, n, dtype, device, world_size):
+def _specialized_for(rows, n, dtype, device, world_size, layout=None):
     """Return the default config of the warp-specialized kernel for an output of ``world_size`` shards [rows, n]."""
     config = specialized_config(dtype, device)
-    # If all tiles run at the same time, each needs the first slice of its rows at once.
+    # If all tiles run at the same time, each needs the first slice of its rows at once. But one program pushes the
+    # scales of a chunk. If they are block-wise, chunks of two tiles take 0.79 to 0.99 of the time of one chunk,
+    # otherwise 1.02 to 1.21 (H200 in solo mode, 4 and 8 ranks, 12 and 24 cases).
     fit = num_tiles(rows, n, world_size) <= gpu.num_sms(device)
-    return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles)) if fit else config
+    if not fit or layout == "scaled by block":
+        return config
+    return replace(config, chunk_tiles=max(cdiv(rows, LARGE.block_m), config.chunk_tiles))
 
 
 def of_several_weights(x: "torch.Tensor", weights: "Sequence[torch.Tensor]", world_size: int) -> AgGemmConfig | None:
@@ -217,7 +222,7 @@ def _suits_one_shot(rows, n, dtype, device, world_size, layout):
     """
     total = rows * world_size
     rows_and_tiles = total * num_tiles(rows, n, world_size)
-    if layout in _ONE_SHOT_ROWS_AND_TILES_OF_FP8 and world_size > 2 and total >= _LEAST_ROWS_OF_FP8:
+    if layout in _ONE_SHOT_ROWS_AND_TILES_OF_FP8 and total >= _LEAST_ROWS_OF_FP8:
         return total <= _ONE_SHOT_MOST_ROWS and rows_and_tiles < _ONE_SHOT_ROWS_AND_TILES_OF_FP8[layout]
     if total <= _ONE_SHOT_ROWS[device.type]:
         return True

@@ -21,6 +21,10 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_MORE_BYTES = 4 << 20
 # The same for fp8 from this many rows on, if "direct" is the alternative, see _MICROSECONDS_OF_FP8.
 _LEAST_ROWS_OF_FP8, _ONE_SHOT_MORE_BYTES_OF_FP8 = 64, 2 << 20
+# Up to so many rows on two ranks with block-wise scales, if the warp-specialized kernel is the alternative: there the
+# small-M GEMM is slower. The default takes 1.02 of the time of the fastest config measured on average, and 1.02 and
+# 1.03 with the other scales and 512 rows (H200 in solo mode, 36 cases for each, 128 to 1008 rows, at most 1.25).
+_ONE_SHOT_ROWS_OF_TWO_BY_BLOCK = 192
 # Tiles of "direct" for more than two ranks on Hopper, and the relative time of a wave of them; the largest ones are for
 # the warp-specialized kernel. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the tile with the shortest time in
 # whole waves, or "one_shot" by the limit above, takes 1.01 of the time of the fastest kernel (78 cases, at most 1.08).
@@ -105,7 +109,7 @@ def default_config(
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
     has_direct_tiles = launch_direct.has_tiles(n, k, dtype, device, world_size, layout)
-    if _suits_one_shot(rows, n, dtype, device, world_size, has_direct_tiles):
+    if _suits_one_shot(rows, n, k, dtype, device, world_size, has_direct_tiles, layout):
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device, world_size, layout)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     if has_direct_tiles:
@@ -113,7 +117,7 @@ def default_config(
         return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
-        tiles = launch_direct.default_tile(rows, n, 1, specializes, dtype, device)
+        tiles = launch_direct.default_tile(rows, n, 1, world_size, specializes, dtype, device)
         # Without specialization faster than "forward" in 5 of 6 shapes measured on 2 H100, by 1 to 9 %, and equal in
         # one. With more ranks these two were not compared. With specialization "direct" takes 0.81 to 1.00 of the time
         # on 4 and 8 ranks, in solo mode on an H200 (six shapes). For up to two waves of large tiles solo mode predicts
@@ -124,8 +128,10 @@ def default_config(
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def _suits_one_shot(rows, n, dtype, device, world_size, has_direct_tiles):
+def _suits_one_shot(rows, n, k, dtype, device, world_size, has_direct_tiles, layout):
     """Return whether "one_shot" is the default. ``has_direct_tiles``: see ``launch_direct.has_tiles``"""
+    if world_size == 2 and layout == "scaled by block" and launch_specialized.suits(LARGE, n, k, dtype, device, layout):
+        return rows <= _ONE_SHOT_ROWS_OF_TWO_BY_BLOCK
     itemsize, most = dtype.itemsize, _ONE_SHOT_MORE_BYTES
     if dtype.itemsize == 1 and has_direct_tiles and rows >= _LEAST_ROWS_OF_FP8:
         itemsize, most = 2, _ONE_SHOT_MORE_BYTES_OF_FP8  # the output has 16 bits

@@ -25,6 +25,10 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
 # The latter for fp8 by layout. A second accumulator makes the small-M GEMM slower, but not the warp-specialized kernel.
 _ONE_SHOT_MOST_ROWS_OF_FP8 = {"scaled fast": 1024, "scaled": 385, "scaled by block": 257}
+# Up to so many rows it is the default on two ranks in fp8 by layout, if the warp-specialized kernel is the alternative.
+# For each layout the default takes 1.03 of the time of the fastest config measured on average, at most 1.27 (H200 in
+# solo mode, 36 cases, 128 to 1008 rows).
+_ONE_SHOT_ROWS_OF_TWO_IN_FP8 = {"scaled fast": 640, "scaled": 512, "scaled by block": 192}
 # Time of "direct" with a tile on more than two ranks on Hopper, in µs: the first number, plus the second one for each
 # wave of tiles and 1000 columns of a rank's x. The last tile is for the warp-specialized kernel. Fitted to calls in
 # solo mode on an H200 with 64 to 1024 rows on 4 and 8 ranks (72 to 84 cases each). With 257 to 2560 rows the default
@@ -115,7 +119,7 @@ def default_config(
     ``layout``: the layout of fp8 operands, see ``scaling.layout_of``. The tiles are those of 16-bit operands.
     """
     has_direct_tiles = launch_direct.has_tiles(n, k, dtype, device, world_size, layout)
-    if _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles, layout):
+    if _suits_one_shot(rows, n, k, dtype, device, world_size, has_direct_tiles, layout):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device, world_size, layout)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     if has_direct_tiles and rows * world_size <= _MOST_ROWS_OF_MICROSECONDS:
@@ -125,18 +129,20 @@ def default_config(
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
-        tiles = launch_direct.default_tile(rows, n, world_size, specializes, dtype, device)
+        tiles = launch_direct.default_tile(rows, n, world_size, world_size, specializes, dtype, device)
         specializes = specializes and tiles == launch_direct.DIRECT_LARGE
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def _suits_one_shot(rows, dtype, device, world_size, has_direct_tiles, layout):
+def _suits_one_shot(rows, n, k, dtype, device, world_size, has_direct_tiles, layout):
     """Return whether "one_shot" is the default. ``has_direct_tiles``: see ``launch_direct.has_tiles``"""
     total = rows * world_size
     if world_size == 2 and dtype.itemsize == 2 and gpu.capability(device) >= (9, 0):
         return total <= _ONE_SHOT_ROWS_OF_TWO
+    if world_size == 2 and dtype.itemsize == 1 and launch_specialized.suits(LARGE, n, k, dtype, device, layout):
+        return total <= _ONE_SHOT_ROWS_OF_TWO_IN_FP8[layout]
     if not has_direct_tiles:
         return total <= _ONE_SHOT_ROWS[device.type]
     # With block-wise scales "direct" is faster with full tiles for fewer rows, too.
