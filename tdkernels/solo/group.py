@@ -17,10 +17,12 @@ class SoloState(GroupState):
 
     Attributes:
         link_rate: Bytes per second at which data arrives; None: at once.
+        inexact: Whether kernels run that have no exact results in solo mode.
     """
 
     workspace_class = SoloWorkspace
     has_link = False
+    inexact = False
 
     def __init__(self, group, prefix="tdkernels"):
         super().__init__(group, prefix)
@@ -52,13 +54,13 @@ def why_not_solo(operators: Sequence[str], world_size: int | None, gbps: float |
     return None
 
 
-def enter_solo_mode(world_size: int, link_rate: float | None = None) -> None:
+def enter_solo_mode(world_size: int, link_rate: float | None = None, inexact: bool = False) -> None:
     """Make a rank of a ``RankPool`` leave its group and call ``solo_group`` with the same arguments."""
     dist.destroy_process_group()
-    solo_group(world_size, link_rate)
+    solo_group(world_size, link_rate, inexact)
 
 
-def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessGroup:
+def solo_group(world_size: int, link_rate: float | None = None, inexact: bool = False) -> dist.ProcessGroup:
     """Return a group of ``world_size`` ranks in solo mode. It becomes the default group of this process.
 
     torch's collectives do not communicate in this group, and their results are meaningless. So method "torch" of the
@@ -67,6 +69,8 @@ def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessG
     Args:
         world_size: The number of ranks, W.
         link_rate: Bytes per second at which this rank receives; None: data arrives at once.
+        inexact: Also run "one_shot" of ``gemm_rs``, to time it. A call with new operands may have a wrong result,
+            because the rows of mirror images belong to other tiles than their signals.
 
     Raises:
         ValueError: If ``world_size`` is less than 2, or ``link_rate`` is not positive.
@@ -85,5 +89,5 @@ def solo_group(world_size: int, link_rate: float | None = None) -> dist.ProcessG
     group = dist.group.WORLD
     assert group is not None
     states[group] = state = SoloState(group)
-    state.link_rate = link_rate
+    state.link_rate, state.inexact = link_rate, inexact
     return group

@@ -9,12 +9,13 @@ from tdkernels.solo.relay import NoRelay, Relay
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.workspace import Workspace, words_bytes
 
-# Workspaces whose data and signals consist of W equal slots; scales of ag_gemm follow them. Those of "gemm_rs one shot"
-# do, too, but the signal of a tile says nothing about the rows of mirror images, which belong to other tiles.
+# Workspaces whose data and signals consist of W equal slots; scales of ag_gemm follow them.
 NAMES = (
     "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gemm_ar one shot", "gather", "scatter", "all_gather",
     "moe_ag_gemm", "moe_gemm_rs",
 )
+# Here, too, but the signal of a tile says nothing about the rows of mirror images, which belong to other tiles.
+_INEXACT = ("gemm_rs one shot",)
 # Workspaces of kernels that neither send nor wait.
 _LOCAL = ("moe_route",)
 
@@ -62,8 +63,9 @@ class SoloWorkspace(Workspace):
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
-        if name not in NAMES and name not in _LOCAL:
-            raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(NAMES)}")
+        supported = NAMES + (_INEXACT if state.inexact else ())
+        if name not in supported and name not in _LOCAL:
+            raise NotImplementedError(f"{name}: not in solo mode, which supports {', '.join(supported)}")
         super().__init__(state, device, name, halves, across_nodes)
         self._views, self._captured_views = {}, []
 

@@ -106,9 +106,28 @@ def default_tiles(
         tiles = fastest_in_waves(waves, rows, n, num_sms)
     else:
         tiles = _sixteen_bit_tiles(rows, n, num_sms, device, exchanging)
+    return tiles, default_split(tiles, rows, n, k, num_sms)
+
+
+def default_split(tiles: Tiles, rows: int, n: int, k: int, num_sms: int) -> int:
+    """Return the heuristic number of K splits for a tile and operands [rows, k] and [n, k]."""
     programs = max(tiles.count(rows, n), 1)
-    split_k = min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
-    return tiles, max(split_k, 1)
+    return max(min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT), 1)
+
+
+def compared_tiles(
+    rows: int, dtype: torch.dtype, device: torch.device, exchanging: int = 0, layout: str | None = None
+) -> list[Tiles]:
+    """Return the tiles of which ``default_tiles`` selects the fastest one by the times of their waves.
+
+    There are none where it selects a tile in another way. Arguments as there.
+    """
+    if device.type == "cpu" or dtype == torch.float32 or gpu.capability(device) < (9, 0):
+        return []
+    if waves := _fp8_waves(rows, device, exchanging, layout):
+        return [wave.tiles for wave in waves]
+    waves = _sixteen_bit_waves(exchanging) if _height(rows, 128) > 64 else ()
+    return [_for_exchange(wave.tiles) if exchanging else wave.tiles for wave in waves]
 
 
 def _height(rows, most):
@@ -127,12 +146,16 @@ def _sixteen_bit_tiles(rows, n, num_sms, device, exchanging):
     if gpu.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
     if block_m > 64:
-        fit = [one for one in _WAVES if one.tiles != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
-        tiles = fastest_in_waves(fit, rows, n, num_sms)
+        tiles = fastest_in_waves(_sixteen_bit_waves(exchanging), rows, n, num_sms)
     else:
         wide = cdiv(n, 64) > num_sms
         tiles = Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
     return _for_exchange(tiles) if exchanging else tiles
+
+
+def _sixteen_bit_waves(exchanging):
+    """Return the tiles for 16-bit types and more than 64 rows on Hopper."""
+    return [one for one in _WAVES if one.tiles != LARGE or exchanging <= _MOST_RANKS_OF_LARGE]
 
 
 def _fp8_waves(rows, device, exchanging, layout):
