@@ -26,6 +26,10 @@ DIRECT_SMALL = Tiles(64, 128, 64, num_warps=4, num_stages=5)
 # Without it, the communication of the second of two waves overlaps with nothing. H200, 4 and 8 ranks in solo mode:
 # medium tiles take 0.78 to 0.93 of the time of the warp-specialized kernel with 64 tiles, 1.00 to 1.06 with 96 and 128.
 _WAVES_OF_MEDIUM, _WAVES_OF_MEDIUM_SPECIALIZED = 2, 0.5
+# From this K of a rank on, large tiles are the default for any number of tiles in fp8 on two ranks, because the
+# warp-specialized kernel splits K. With at most 64 tiles it takes 0.92 of the time of medium ones (H200 in solo mode,
+# block-wise scales, K of 7168 to 14336, 0.70 to 1.04 in 14 cases), and 1.2 with a K of 4096 (two cases).
+_LONG_K_IN_FP8 = 7168
 _STAGES = 3  # slices in flight while partials are added
 
 
@@ -76,15 +80,13 @@ def fastest_tile(
 
 
 def default_tile(
-    rows: int, n: int, shards: int, world_size: int, specializes: bool, dtype: torch.dtype, device: torch.device
+    rows: int, n: int, k: int, shards: int, world_size: int, specializes: bool, dtype: torch.dtype, device: torch.device
 ) -> Tiles:
-    """Return the default tile for ``shards`` outputs [rows, n] that ``suits`` accepts.
+    """Return the default tile for ``shards`` outputs [rows, n] that ``suits`` accepts, and operands with k columns.
 
     ``specializes``: whether the warp-specialized kernel can run.
     """
-    # On two ranks K is long, and the warp-specialized kernel splits it. With at most 64 tiles and block-wise scales it
-    # takes 0.95 of the time of medium tiles on average (H200 in solo mode, 0.70 to 1.21 in 16 cases).
-    if specializes and dtype.itemsize == 1 and world_size == 2:
+    if specializes and dtype.itemsize == 1 and world_size == 2 and k >= _LONG_K_IN_FP8:
         return DIRECT_LARGE
     waves = _WAVES_OF_MEDIUM_SPECIALIZED if specializes else _WAVES_OF_MEDIUM
     return DIRECT_LARGE if tiles_of_product(rows, n, shards, waves, dtype, device) == LARGE else DIRECT_MEDIUM

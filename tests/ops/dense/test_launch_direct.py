@@ -41,17 +41,18 @@ def test_suits_large_tiles_that_tma_sends(rows, n, k, dtype, ranks, expected, ho
     (128, 8192, 8, False, launch_direct.DIRECT_MEDIUM), (256, 8192, 8, False, launch_direct.DIRECT_LARGE),
 ])
 def test_default_tile(rows, n, shards, specializes, expected, hopper):
-    assert launch_direct.default_tile(rows, n, shards, 8, specializes, torch.bfloat16, GPU) == expected
+    assert launch_direct.default_tile(rows, n, 8192, shards, 8, specializes, torch.bfloat16, GPU) == expected
     sent = launch_direct.shared_memory_bytes(expected, GPU, torch.bfloat16)
     assert expected.illegal(GPU, torch.bfloat16, sent) is None
 
 
 def test_default_tile_for_two_ranks_in_fp8(hopper):
-    def tile(ranks, dtype, specializes=True):
-        return launch_direct.default_tile(128, 2048, 1, ranks, specializes, dtype, GPU)
+    def tile(ranks, dtype, specializes=True, k=7168):
+        return launch_direct.default_tile(128, 2048, k, 1, ranks, specializes, dtype, GPU)
 
-    assert tile(2, torch.float8_e4m3fn) == launch_direct.DIRECT_LARGE
-    others = tile(4, torch.float8_e4m3fn), tile(2, torch.bfloat16), tile(2, torch.float8_e4m3fn, False)
+    fp8 = torch.float8_e4m3fn
+    assert tile(2, fp8) == launch_direct.DIRECT_LARGE
+    others = tile(4, fp8), tile(2, torch.bfloat16), tile(2, fp8, specializes=False), tile(2, fp8, k=4096)
     assert set(others) == {launch_direct.DIRECT_MEDIUM}
 
 

@@ -117,7 +117,7 @@ def default_config(
         return GemmArConfig(tiles=tiles, transport="direct", warp_specialize=tiles == DIRECT_LARGE)
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
-        tiles = launch_direct.default_tile(rows, n, 1, world_size, specializes, dtype, device)
+        tiles = launch_direct.default_tile(rows, n, k, 1, world_size, specializes, dtype, device)
         # Without specialization faster than "forward" in 5 of 6 shapes measured on 2 H100, by 1 to 9 %, and equal in
         # one. With more ranks these two were not compared. With specialization "direct" takes 0.81 to 1.00 of the time
         # on 4 and 8 ranks, in solo mode on an H200 (six shapes). For up to two waves of large tiles solo mode predicts

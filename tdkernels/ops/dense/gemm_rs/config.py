@@ -129,7 +129,7 @@ def default_config(
     # waves of large tiles it takes 0.67 to 0.94 of the time with 4 and 8 ranks (solo mode, an H200, twelve cases).
     if launch_direct.suits(rows, n, k, dtype, device, world_size):
         specializes = launch_specialized.suits(LARGE, n, k, dtype, device, layout)
-        tiles = launch_direct.default_tile(rows, n, world_size, world_size, specializes, dtype, device)
+        tiles = launch_direct.default_tile(rows, n, k, world_size, world_size, specializes, dtype, device)
         specializes = specializes and tiles == launch_direct.DIRECT_LARGE
         return GemmRsConfig(tiles=tiles, transport="direct", warp_specialize=specializes)
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
