@@ -314,7 +314,8 @@ def _has_compared_defaults(problem):
 
     They were in 16 bits, and in fp8 with 2, 4 and 8 ranks in solo mode, there only with other fused configs.
     """
-    return problem.num_nodes == 1 and problem.torch_dtype.itemsize <= 2
+    size = problem.torch_dtype.itemsize
+    return problem.num_nodes == 1 and (size == 2 or size == 1 and problem.world_size > 1)
 
 
 def _least_rows(problem):

@@ -222,7 +222,7 @@ def _suits_one_shot(rows, n, dtype, device, world_size, layout):
     """
     total = rows * world_size
     rows_and_tiles = total * num_tiles(rows, n, world_size)
-    if layout in _ONE_SHOT_ROWS_AND_TILES_OF_FP8 and total >= _LEAST_ROWS_OF_FP8:
+    if layout in _ONE_SHOT_ROWS_AND_TILES_OF_FP8 and world_size > 1 and total >= _LEAST_ROWS_OF_FP8:
         return total <= _ONE_SHOT_MOST_ROWS and rows_and_tiles < _ONE_SHOT_ROWS_AND_TILES_OF_FP8[layout]
     if total <= _ONE_SHOT_ROWS[device.type]:
         return True
