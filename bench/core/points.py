@@ -13,7 +13,7 @@ _SEQUENCE_PARALLEL = ("ag_attention", "ulysses")
 # Values of "what" in rows that are not measurements of dense operators.
 _OTHER_KINDS = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    "tests", "solo", "solo_moe", "few_rows", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm",
+    "tests", "solo", "solo_moe", "small_m", "torch_operators", "model", "scaled", "wire", "norm", "gemm_ar_norm",
     "latent", "invariance", "group_gemm_scaled", "quantize", "float8_linear", "fp8_moe", *_SEQUENCE_PARALLEL,
 )
 

@@ -29,10 +29,10 @@ import tdkernels
 from bench.core import graphs, harness
 from bench.core.each_case import measure_all
 from bench.core.row_files import append
+from bench.dense.problems import ProblemCase, gemm_operands, operator_call
 from bench.dense.solo import has_equal_tiles, make_tiles_equal
 from bench.run import revision
 from tdkernels.autotune.hardware import hardware
-from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankPool, pick_device, rank_device
 from tdkernels.ops.common.scaled_problem import scales_of
@@ -53,14 +53,10 @@ _SOLO_KINDS = {"ag_gemm": ("push", "one_shot"), "gemm_rs": ("direct", "forward")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProblemCase):
     """One measurement.
 
     Attributes:
-        operator: "ag_gemm", "gemm_rs" or "gemm_ar".
-        shape: (M, N, K) of the whole problem.
-        layout: The ``layout`` of the tuner's problem, see ``scaling.layout_of``.
-        ranks: Number of ranks, W.
         link_gbps: Rate of the modelled link in solo mode, or None.
         solo: Whether one GPU acts as one of W ranks.
         eager: Whether calls are timed without CUDA graphs.
@@ -68,22 +64,11 @@ class Case:
         rounds: Rounds of bursts.
     """
 
-    operator: str
-    shape: tuple
-    layout: str
-    ranks: int
     link_gbps: float | None
     solo: bool
     eager: bool
     configs: bool
     rounds: int
-
-    def __str__(self):
-        return f"{self.operator} {'x'.join(map(str, self.shape))} {self.layout}"
-
-    def problem(self, device):
-        dtype = torch.float8_e4m3fn
-        return Problem.on(device, self.operator, self.shape, dtype, self.layout, self.ranks, self.ranks)
 
 
 def _operands(case, problem, generator):
@@ -100,26 +85,12 @@ def _operands(case, problem, generator):
     return operands
 
 
-def _operator(case, problem):
-    """Return call(operands, config) of the operator."""
-    op = getattr(tdkernels, case.operator)
-    fast = case.layout == "scaled fast"
-
-    def call(operands, config=None):
-        x, weight, scale_x, scale_w = operands
-        return op(x, weight, scale_x=scale_x, scale_w=scale_w, use_fast_accum=fast, config=config)
-
-    return call
-
-
-def _gemm(case, problem):
+def _gemm(problem):
     """Return call(operands): the GEMM of a rank alone, with all rows of x."""
-    ranks = case.ranks if case.operator == "ag_gemm" else 1
 
     def call(operands, kind=None, fast=None):
-        x, weight, scale_x, scale_w = operands
-        x = x.view(torch.uint8).repeat(ranks, 1).view(x.dtype) if ranks > 1 else x
-        scales = scales_of(problem, scale_x.repeat(ranks, 1), scale_w)
+        x, weight, scale_x, scale_w = gemm_operands(problem, operands)
+        scales = scales_of(problem, scale_x, scale_w)
         if kind == "row-wise":
             ones = scale_x.new_ones(x.shape[0], 1), scale_w.new_ones(weight.shape[0], 1)
             scales = scales._replace(x=ones[0], weight=ones[1], kind="row", use_fast_accum=fast)
@@ -200,7 +171,7 @@ def _configs(case, problem):
 
 def _methods(case, problem, sets):
     """Return ({name: call}, {name: config}, names that are not checked)."""
-    operator, gemm = _operator(case, problem), _gemm(case, problem)
+    operator, gemm = operator_call(problem), _gemm(problem)
     mm = [gemm(one) for one in sets[:1]][0]
     row = gemm(sets[0], "row-wise", True)
     calls = {"gemm, row-wise, fast": lambda _: scaled_linear(row[0], row[1], None, row[2])}

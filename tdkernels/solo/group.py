@@ -9,7 +9,7 @@ from tdkernels.solo.workspace import SoloWorkspace
 from tdkernels.symm.group import GroupState, states
 from tdkernels.symm.topology import Topology
 
-OPERATORS = "ag_gemm", "gemm_ar", "gemm_rs"  # of gemm_ar not transport "forward", of gemm_rs not "one_shot"
+OPERATORS = "ag_gemm", "gemm_ar", "gemm_rs"  # not "forward" of gemm_ar, nor "one_shot" of gemm_rs unless inexact
 
 
 class SoloState(GroupState):
@@ -17,7 +17,7 @@ class SoloState(GroupState):
 
     Attributes:
         link_rate: Bytes per second at which data arrives; None: at once.
-        inexact: Whether kernels run that have no exact results in solo mode.
+        inexact: Whether kernels may run whose results are not exact in solo mode.
     """
 
     workspace_class = SoloWorkspace

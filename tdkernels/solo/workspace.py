@@ -14,7 +14,7 @@ NAMES = (
     "ag_gemm", "ag_gemm one shot", "gemm_rs", "gemm_ar direct", "gemm_ar one shot", "gather", "scatter", "all_gather",
     "moe_ag_gemm", "moe_gemm_rs",
 )
-# Here, too, but the signal of a tile says nothing about the rows of mirror images, which belong to other tiles.
+# These have W equal slots, too. But a signal does not cover the rows of mirror images, which belong to other tiles.
 _INEXACT = ("gemm_rs one shot",)
 # Workspaces of kernels that neither send nor wait.
 _LOCAL = ("moe_route",)

@@ -167,13 +167,24 @@ def test_ag_gemm_of_few_rows_in_fp8(layout, last, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("n, k", [(57344, 8192), (106496, 16384), (229376, 8192)])
 def test_ag_gemm_of_few_rows_in_fp8_never_runs_torch_for_more_than_two_ranks(layout, ranks, n, k, monkeypatch):
     """Neither if the rows of a shard are no multiple of 8, so that tiles of several shards are not possible."""
     found = kinds_in_fp8(monkeypatch, "ag_gemm", ranks, layout, n, k, range(ranks, 257, ranks))
-    assert set(found.values()) <= {"one_shot", "specialized", *["torch"] * (ranks == 2)}
+    assert set(found.values()) <= {"one_shot", "specialized"}
     assert all(kind == "one_shot" for m, kind in found.items() if m <= 64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n, k", [(57344, 8192), (106496, 16384), (229376, 8192)])
+def test_ag_gemm_of_few_rows_in_fp8_on_two_ranks(layout, n, k, monkeypatch):
+    """Where torch would dequantize the operands, because M is no multiple of 4, it is not selected."""
+    found = kinds_in_fp8(monkeypatch, "ag_gemm", 2, layout, n, k, range(2, 257, 2))
+    assert all(kind == "one_shot" for m, kind in found.items() if m <= 64)
+    assert set(found.values()) <= {"one_shot", "specialized", "torch"}
+    if layout == "scaled by block":
+        assert {kind for m, kind in found.items() if m % 4} == {"one_shot", "specialized"}
 
 
 @pytest.mark.parametrize("operator, layout, last", [
@@ -182,8 +193,8 @@ def test_ag_gemm_of_few_rows_in_fp8_never_runs_torch_for_more_than_two_ranks(lay
     ("gemm_ar", "scaled fast", 512), ("gemm_ar", "scaled", 512), ("gemm_ar", "scaled by block", 192),
 ])
 def test_few_rows_in_fp8_on_two_ranks(operator, layout, last, monkeypatch):
-    """With more rows than the small-M GEMM is fast for, torch's GEMM is, too, up to 400."""
-    rows = 8, 64, 128, 192, 256, 384, 400, 402, 512, 640, 768, 1024
+    """Above the limit of "one_shot", torch's sequence is selected up to 400 rows."""
+    rows = 8, 64, 128, 192, 256, 384, 400, 404, 512, 640, 768, 1024
     n, k = (10240, 8192) if operator == "ag_gemm" else (8192, 28672)
     found = kinds_in_fp8(monkeypatch, operator, 2, layout, n, k, rows)
     assert found == {m: "one_shot" if m <= last else "torch" if m <= 400 else "specialized" for m in rows}

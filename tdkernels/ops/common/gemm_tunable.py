@@ -223,8 +223,8 @@ class DenseTunable(ConfigTunable):
         default, dtype = self.default(problem, device), problem.torch_dtype
         _, n, k = self.operand_sizes(problem)
         is_fast = _kind(default) > 0 and problem.shape[0] >= _least_rows(problem)
-        is_slow = device.type == "cpu" or torch_dequantizes(problem, n, k, device)
-        if not is_slow and not _for_few_rows(default, problem) and not is_fast:
+        torch_is_slow = device.type == "cpu" or torch_dequantizes(problem, n, k, device)
+        if not torch_is_slow and not _for_few_rows(default, problem) and not is_fast:
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
         return default
@@ -312,7 +312,8 @@ def _kind(config):
 def _has_compared_defaults(problem):
     """Return whether default configs for fewer than _COMPARED_ROWS rows were compared with others.
 
-    They were in 16 bits, and in fp8 with 2, 4 and 8 ranks in solo mode, there only with other fused configs.
+    They were in 16 bits. In fp8 they were compared with other fused configs only, with 2, 4 and 8 ranks in solo mode.
+    For two ranks the time of torch's collective and matmul was estimated, see ``_least_rows``.
     """
     size = problem.torch_dtype.itemsize
     return problem.num_nodes == 1 and (size == 2 or size == 1 and problem.world_size > 1)
@@ -326,9 +327,9 @@ def _least_rows(problem):
     rows "direct" of ``gemm_ar`` took 0.73 to 0.84 of the time of torch's on 8 H200 (three sizes), and with 33 rows it
     has as many tiles. With two ranks and up to 512 rows the default is "one_shot" for ``gemm_rs`` and ``gemm_ar``.
 
-    In fp8 with two ranks, the GEMM alone, measured with torch, plus the time of NCCL's collective on 2 H200 is 0.98 to
-    1.3 times the time of the default in solo mode with 448 to 640 rows (geometric means for each operator and kind of
-    scales), and 0.8 to 1.3 times with 320 and 384 rows.
+    In fp8 with two ranks, torch's time was estimated as its GEMM alone plus NCCL's collective on 2 H200. It is 0.98 to
+    1.3 times the time of the faster one of "one_shot" and the warp-specialized kernel in solo mode with 448 to 640 rows
+    (geometric means for each operator and kind of scales), and 0.8 to 1.3 times with 320 and 384 rows.
     """
     if not _has_compared_defaults(problem):
         return _COMPARED_ROWS

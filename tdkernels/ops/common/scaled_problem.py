@@ -76,9 +76,10 @@ def prefers_torch_gemm(
 
 
 def torch_dequantizes(problem: "Problem", n: int, k: int, device: torch.device) -> bool:
-    """Return whether method "torch" dequantizes operands with ``n`` and ``k`` of a rank, see ``scaled_linear``.
+    """Return whether method "torch" dequantizes operands with ``n`` and ``k`` of a rank on a GPU.
 
-    The format of the weight, which can be a reason too, is not a part of a problem.
+    See ``scaled_linear``. It also does so if x and the weight are float8_e5m2, but the format of the weight is not a
+    property of a problem.
     """
     if not is_scaled(problem):
         return False

@@ -118,9 +118,9 @@ def default_split(tiles: Tiles, rows: int, n: int, k: int, num_sms: int) -> int:
 def compared_tiles(
     rows: int, dtype: torch.dtype, device: torch.device, exchanging: int = 0, layout: str | None = None
 ) -> list[Tiles]:
-    """Return the tiles of which ``default_tiles`` selects the fastest one by the times of their waves.
+    """Return the tiles whose times of waves ``default_tiles`` compares. There are none if it selects a tile otherwise.
 
-    There are none where it selects a tile in another way. Arguments as there.
+    Arguments are those of ``default_tiles``.
     """
     if device.type == "cpu" or dtype == torch.float32 or gpu.capability(device) < (9, 0):
         return []

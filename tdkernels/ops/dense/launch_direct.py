@@ -28,7 +28,8 @@ DIRECT_SMALL = Tiles(64, 128, 64, num_warps=4, num_stages=5)
 _WAVES_OF_MEDIUM, _WAVES_OF_MEDIUM_SPECIALIZED = 2, 0.5
 # From this K of a rank on, large tiles are the default for any number of tiles in fp8 on two ranks, because the
 # warp-specialized kernel splits K. With at most 64 tiles it takes 0.92 of the time of medium ones (H200 in solo mode,
-# block-wise scales, K of 7168 to 14336, 0.70 to 1.04 in 14 cases), and 1.2 with a K of 4096 (two cases).
+# block-wise scales, K of 7168 to 14336, 0.70 to 1.04 in 14 cases), and 1.2 with a K of 4096 (two cases). Other scales
+# were not measured with so few tiles.
 _LONG_K_IN_FP8 = 7168
 _STAGES = 3  # slices in flight while partials are added
 

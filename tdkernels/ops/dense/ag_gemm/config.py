@@ -192,7 +192,8 @@ def _specialized_for(rows, n, dtype, device, world_size, layout=None):
     config = specialized_config(dtype, device)
     # If all tiles run at the same time, each needs the first slice of its rows at once. But one program pushes the
     # scales of a chunk. If they are block-wise, chunks of two tiles take 0.79 to 0.99 of the time of one chunk,
-    # otherwise 1.02 to 1.21 (H200 in solo mode, 4 and 8 ranks, 12 and 24 cases).
+    # otherwise 1.02 to 1.21 (H200 in solo mode, 4 and 8 ranks, 12 and 24 cases). More than 1008 rows on two ranks were
+    # not measured.
     fit = num_tiles(rows, n, world_size) <= gpu.num_sms(device)
     if not fit or layout == "scaled by block":
         return config

@@ -21,9 +21,10 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_MORE_BYTES = 4 << 20
 # The same for fp8 from this many rows on, if "direct" is the alternative, see _MICROSECONDS_OF_FP8.
 _LEAST_ROWS_OF_FP8, _ONE_SHOT_MORE_BYTES_OF_FP8 = 64, 2 << 20
-# Up to so many rows on two ranks with block-wise scales, if the warp-specialized kernel is the alternative: there the
-# small-M GEMM is slower. The default takes 1.02 of the time of the fastest config measured on average, and 1.02 and
-# 1.03 with the other scales and 512 rows (H200 in solo mode, 36 cases for each, 128 to 1008 rows, at most 1.25).
+# Largest number of rows for which "one_shot" is the default on two ranks with block-wise scales, if the
+# warp-specialized kernel can run. The small-M GEMM is slower with these scales. The default takes 1.02 of the time of
+# the fastest config measured on average, at most 1.25 (H200 in solo mode, 35 cases, 128 to 1008 rows). With the other
+# scales, which have the limit above, it takes 1.02 and 1.03 (36 cases for each).
 _ONE_SHOT_ROWS_OF_TWO_BY_BLOCK = 192
 # Tiles of "direct" for more than two ranks on Hopper, and the relative time of a wave of them; the largest ones are for
 # the warp-specialized kernel. H200 in solo mode, 64 to 1024 rows on 4 and 8 ranks: the tile with the shortest time in

@@ -25,9 +25,9 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_HOPPER, _ONE_SHOT_ROWS_OF_TWO, _ONE_SHOT_MOST_ROWS = 256, 1024, 1024
 # The latter for fp8 by layout. A second accumulator makes the small-M GEMM slower, but not the warp-specialized kernel.
 _ONE_SHOT_MOST_ROWS_OF_FP8 = {"scaled fast": 1024, "scaled": 385, "scaled by block": 257}
-# Up to so many rows it is the default on two ranks in fp8 by layout, if the warp-specialized kernel is the alternative.
-# For each layout the default takes 1.03 of the time of the fastest config measured on average, at most 1.27 (H200 in
-# solo mode, 36 cases, 128 to 1008 rows).
+# Largest number of rows for which "one_shot" is the default on two ranks in fp8, by layout, if the warp-specialized
+# kernel can run. For each layout the default takes 1.02 to 1.03 of the time of the fastest config measured on average,
+# at most 1.27 (H200 in solo mode, 36 cases, 128 to 1008 rows).
 _ONE_SHOT_ROWS_OF_TWO_IN_FP8 = {"scaled fast": 640, "scaled": 512, "scaled by block": 192}
 # Time of "direct" with a tile on more than two ranks on Hopper, in µs: the first number, plus the second one for each
 # wave of tiles and 1000 columns of a rank's x. The last tile is for the warp-specialized kernel. Fitted to calls in

@@ -1,21 +1,20 @@
-"""Time the default configs for few rows, and the configs that they are selected from, in solo mode on one GPU.
+"""Time the default configs for small M, and the configs that they are selected from, in solo mode on one GPU.
 
-    python -m bench.dense.few_rows --solo 4 [--link 390] [--operators gemm_rs] [--rows 128 512] [--layouts nk scaled]
+    python -m bench.dense.small_m --solo 4 [--link 390] [--operators gemm_rs] [--rows 128 512] [--layouts nk scaled]
 
-The limits and the times of tiles in ``default_config`` of the operators and in ``small_m_gemm`` are fitted to such
-measurements. For each case:
+The upper bounds of M and the times of tiles in ``default_config`` of the operators and in ``small_m_gemm`` were fitted
+to such measurements on an H200. The candidates are those of Hopper. For each case:
 
     gemm           torch's GEMM of a rank's operands alone, where it does not dequantize them
     default        the heuristic config
     one_shot TILE  "one_shot" with each tile that its heuristic compares
     push TILE      ag_gemm: the kernel without warp specialization, with small and medium tiles
     direct TILE    gemm_rs and gemm_ar: the same with transport "direct"
-    specialized    the warp-specialized kernel; of ag_gemm with chunks of two tiles, and with one chunk
+    specialized    the warp-specialized kernel. For ag_gemm: with chunks of two tiles, and with one chunk
 
-Calls are in CUDA graphs, with more inputs than fit in the L2 cache. Results are not checked: those of "one_shot" of
-gemm_rs may be wrong in solo mode, and those of gemm_ar with random operands are. Rows are written to
-DIR/<gpu>x1/few_rows.jsonl; there is no table of them. At the end the time of the default over that of the fastest
-config is printed.
+Calls are in CUDA graphs. The benchmark does not check results. In solo mode, "one_shot" of gemm_rs and gemm_ar with
+random operands may give wrong ones. Rows are written to DIR/<gpu>x1/small_m.jsonl, for which there is no table. At the
+end the benchmark prints the time of the default over that of the fastest config.
 """
 
 import argparse
@@ -32,9 +31,9 @@ import tdkernels
 from bench.core import graphs, harness
 from bench.core.each_case import measure_all
 from bench.core.row_files import append
+from bench.dense.problems import ProblemCase, gemm_operands, operator_call
 from bench.dense.solo import FLOOR_GBPS
 from bench.run import revision
-from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import RankPool, pick_device, rank_device
 from tdkernels.ops.common import small_m_gemm
@@ -45,50 +44,37 @@ from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.launch_direct import DIRECT_LARGE, DIRECT_MEDIUM, DIRECT_SMALL
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
-from tdkernels.solo import enter_solo_mode
+from tdkernels.solo import enter_solo_mode, why_not_solo
 
 # (N, K) of the column-parallel and of the row-parallel layers of Llama 3.1 8B and 70B, and of Qwen3 32B.
 _COLUMN_LAYERS = (10240, 8192), (28672, 4096), (51200, 5120), (57344, 8192)
 _ROW_LAYERS = (8192, 8192), (4096, 14336), (5120, 25600), (8192, 28672)
 LAYERS = {"ag_gemm": _COLUMN_LAYERS, "gemm_rs": _ROW_LAYERS, "gemm_ar": _ROW_LAYERS}
-_ROWS = 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1008, 1536, 2048
+_ROWS = 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1008, 1536, 2048
 _REHEARSAL = (16, 256, 512)  # M, N, K; a slot of solo mode has at least 4 KiB
 _SMALL = Tiles(64, 128, 64, num_warps=4, num_stages=5)
-_CALLS, _COLD_BYTES, _MOST_SETS = 20, 256 << 20, 8
+_CALLS = 40  # per graph; see bench.dense.solo
+_COLD_BYTES, _MOST_SETS = 256 << 20, 32  # of the operands of all calls, so that they do not fit in the L2 cache
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProblemCase):
     """One measurement.
 
     Attributes:
-        shape: (M, N, K) of the whole problem.
-        layout: The ``layout`` of the tuner's problem: "nk" for 16 bits, or one of ``LAYOUTS`` for fp8.
-        ranks: Number of ranks, W.
         link_gbps: Rate of the modelled link, or None for one that is infinitely fast.
         rounds: Rounds of bursts.
     """
 
-    operator: str
-    shape: tuple
-    layout: str
-    ranks: int
     link_gbps: float | None
     rounds: int
-
-    def __str__(self):
-        return f"{self.operator} {'x'.join(map(str, self.shape))} {self.layout}"
-
-    def problem(self, device):
-        dtype = torch.float8_e4m3fn if self.layout in LAYOUTS else torch.bfloat16
-        return Problem.on(device, self.operator, self.shape, dtype, self.layout, self.ranks, self.ranks)
 
 
 # ---- configs ----
 
 
 def configs(problem, device):
-    """Return {name: config}: the default, and those that it is selected from, as far as they can run."""
+    """Return {name: config}: the default and the candidates that it is selected from, without illegal ones."""
     tuned = tunable(problem.operator)
     found = {"default": tuned.default(problem, device)}
     if device.type == "cuda":
@@ -139,37 +125,15 @@ def _with_many_tiles(tuned, problem, device):
 # ---- on the rank ----
 
 
-def _call(problem, config):
-    """Return call(operands) of the operator with a config."""
-    op, fast = getattr(tdkernels, problem.operator), problem.layout == "scaled fast"
-    if not is_scaled(problem):
-        return lambda operands: op(*operands, config=config)
-
-    def call(operands):
-        x, weight, scale_x, scale_w = operands
-        return op(x, weight, scale_x=scale_x, scale_w=scale_w, use_fast_accum=fast, config=config)
-
-    return call
-
-
 def _gemm(problem):
-    """Return call(operands) of torch's GEMM of a rank alone, on operands of ``_of_gemm``."""
+    """Return call(operands) of torch's GEMM of a rank alone, on the operands of ``gemm_operands``."""
     if not is_scaled(problem):
         return lambda operands: torch.nn.functional.linear(*operands)
     return lambda operands: scaled_linear(*operands[:2], None, scales_of(problem, *operands[2:]))
 
 
-def _of_gemm(problem, operands):
-    """Return the operands of the GEMM of a rank alone: ag_gemm multiplies the rows of all ranks."""
-    if problem.operator != "ag_gemm":
-        return operands
-    x, weight, *scales = operands
-    rows = x.view(torch.uint8).repeat(problem.world_size, 1).view(x.dtype)
-    return (rows, weight, *(scale.repeat(problem.world_size, 1) for scale in scales[:1]), *scales[1:])
-
-
 def _operands(problem, device):
-    """Return operands of several calls, more than fit in the L2 cache."""
+    """Return operands of several calls, with at least _COLD_BYTES in all or in _MOST_SETS calls."""
     tuned = tunable(problem.operator)
     draw = lambda seed: tuned.operands(problem, device, torch.Generator(device).manual_seed(seed))  # noqa: E731
     first = draw(0)
@@ -183,11 +147,12 @@ def measure(case, burst_ms):
     device = rank_device()
     problem = case.problem(device)
     sets = _operands(problem, device)
-    of_gemm = [_of_gemm(problem, one) for one in sets]
+    of_gemm = [gemm_operands(problem, one) for one in sets]
     given, calls, found = configs(problem, device), {}, []
     if not torch_dequantizes(problem, *tunable(problem.operator).operand_sizes(problem)[1:], device):
         calls["gemm"] = _gemm(problem)
-    calls |= {name: _call(problem, config) for name, config in given.items()}
+    call = operator_call(problem)
+    calls |= {name: lambda one, config=config: call(one, config) for name, config in given.items()}
     for name in list(calls):
         if (reason := harness.failure_reason(calls[name], (of_gemm if name == "gemm" else sets)[0])) is not None:
             found.append((name, {"absent": reason}, given.get(name)))
@@ -217,7 +182,7 @@ def rows(case, found):
     m, n, k = case.shape
     return [
         {
-            "what": "few_rows", "op": case.operator, "m": m, "n": n, "k": k, "layout": case.layout, "ranks": case.ranks,
+            "what": "small_m", "op": case.operator, "m": m, "n": n, "k": k, "layout": case.layout, "ranks": case.ranks,
             "link_gbps": case.link_gbps, "method": name, "absent": one.get("absent"), "ms": one.get("ms"),
             "gemm_ms": gemm_ms, "wire_ms": wire_ms,
             "config": None if config is None else json.loads(json.dumps(vars(config), default=vars)),
@@ -271,20 +236,30 @@ def _options():
 
 
 def _cases(options, on_gpu):
+    """Return the cases whose sizes the ranks divide, with increasing M.
+
+    A workspace keeps its largest number of signals, whose words must fit in a slot.
+    """
     rounds = options.rounds if on_gpu else 1
     for operator in options.operators:
-        shapes = [(m, n, k) for m in options.rows or _ROWS for n, k in LAYERS[operator]] if on_gpu else [_REHEARSAL]
+        tuned, sizes = tunable(operator), sorted(options.rows or _ROWS)
+        shapes = [(m, n, k) for m in sizes for n, k in LAYERS[operator]] if on_gpu else [_REHEARSAL]
         for shape in shapes:
             for layout in options.layouts:
-                if shape[0] % options.solo == 0:
-                    yield Case(operator, shape, layout, options.solo, options.link, rounds)
+                case = Case(operator, shape, layout, options.solo, options.link, rounds)
+                if (reason := tuned.why_not(case.problem(torch.device("cpu")))) is None:
+                    yield case
+                else:
+                    print(f"{case}: {reason}")
 
 
 def main():
     options, begun = _options(), time.monotonic()
+    if (reason := why_not_solo(options.operators, options.solo, options.link)) is not None:
+        raise SystemExit(reason)
     device = pick_device("auto", 1)
     on_gpu = device == "cuda"
-    keep = (lambda table: append(table, options.out, "few_rows")) if on_gpu else None
+    keep = (lambda table: append(table, options.out, "small_m")) if on_gpu else None
     deadline = begun + options.seconds if options.seconds else None
     with RankPool(1, device, timeout_s=300.0) as pool:
         common = {**pool.run(harness.machine)[0], "git": revision()}
